@@ -1,0 +1,33 @@
+"""The kernel layer: attention backends, their selection, and the metadata that they share."""
+
+from attention_backend.interface import AttentionBackend, AttentionBackendError, AttentionSpec, AttentionTensorLayout
+from attention_backend.merge import merge_attention, merge_pad_rows
+from attention_backend.metadata import AttentionMetadataState, PackedKV, PackedPadKV, PaddedKV, PagedKV
+from attention_backend.selection import (
+    AUTO_ORDER,
+    Selection,
+    available_backends,
+    backend_classes,
+    register_backend,
+    select_backend,
+)
+
+__all__ = [
+    "AUTO_ORDER",
+    "AttentionBackend",
+    "AttentionBackendError",
+    "AttentionMetadataState",
+    "AttentionSpec",
+    "AttentionTensorLayout",
+    "PackedKV",
+    "PackedPadKV",
+    "PaddedKV",
+    "PagedKV",
+    "Selection",
+    "available_backends",
+    "backend_classes",
+    "merge_attention",
+    "merge_pad_rows",
+    "register_backend",
+    "select_backend",
+]

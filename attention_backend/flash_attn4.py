@@ -1,0 +1,89 @@
+"""FlashAttention-4 (`flash_attn.cute`) for SM90 and SM100."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from attention_backend import flash_attn4_ops as ops
+from attention_backend.interface import AttentionBackend, AttentionSpec
+from attention_backend.kernel_probe import device_problem, import_problem, kernel_spec_problems
+from attention_backend.metadata import PackedKV, PaddedKV
+
+INSTALL = "pip install 'visual-gen[fa4]'"
+# Delete this line and its use in unavailable_reason once the gpu tests have passed on a device.
+NO_KERNEL_PATH = "its kernel path is written but has not passed the gpu tests on a device yet; use sdpa"
+COMPUTE_MAJORS = (9, 10)
+
+
+class FlashAttention4Backend(AttentionBackend):
+    """bf16 and fp16, inference only. Rows of K and V past a length must be finite: the kernel multiplies them by zero.
+
+    That holds for padded and packed rows up to the end of the last key tile and for block pools of blocks of 128, which
+    are loaded by whole tiles; what the values are does not matter.
+    """
+
+    name: ClassVar[str] = "flash_attn4"
+
+    @classmethod
+    def supports_varlen(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_padding_mask(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_paged_kv(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_lse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        problem = import_problem("flash_attn.cute")
+        if problem:
+            return f"{problem}; {INSTALL}"
+        return device_problem(COMPUTE_MAJORS) or NO_KERNEL_PATH
+
+    @classmethod
+    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+        reasons = super().unsupported_reasons(spec) + kernel_spec_problems(spec, COMPUTE_MAJORS)
+        major = 9
+        if spec.device.type == "cuda" and torch.cuda.is_available():
+            major = torch.cuda.get_device_capability(spec.device)[0]
+        head_dims, limit = [*range(8, 257, 8)], "8 to 256 in steps of 8"
+        if major == 10:
+            head_dims, limit = [*range(8, 129, 8), 256], "8 to 128 in steps of 8, or 256, on SM100"
+        if spec.head_dim not in head_dims:
+            reasons.append(f"head_dim is {spec.head_dim}; it takes {limit}")
+        return reasons
+
+    def forward(self, q, k, v, metadata=None, *, causal: bool = False, return_lse: bool = False):
+        if metadata is not None and torch.compiler.is_compiling():
+            # The kernel reads lengths from device tensors alone. The base class's checks read them on the host, and
+            # what a compiled graph has read there ties it to that layout: each layout would be compiled anew.
+            metadata = replace(metadata, **{name: None for name in ("kv_lens", "q_lens") if hasattr(metadata, name)})
+        return super().forward(q, k, v, metadata, causal=causal, return_lse=return_lse)
+
+    def attend(self, q, k, v, metadata, *, causal: bool, return_lse: bool):
+        call = (self.spec.softmax_scale, causal, return_lse)
+        if metadata is None:
+            out, lse = ops.dense(q, k, v, *call)
+        elif isinstance(metadata, PaddedKV):
+            out, lse = ops.padded(q, k, v, metadata.seqused_kv, metadata.max_seqlen_kv, *call)
+        else:
+            q_side = (metadata.max_seqlen_kv, metadata.cu_seqlens_q, metadata.max_seqlen_q)
+            if isinstance(metadata, PackedKV):
+                out, lse = ops.packed(q, k, v, metadata.cu_seqlens_kv, *q_side, *call)
+            else:
+                out, lse = ops.paged(q, k, v, metadata.block_table, metadata.seqused_kv, *q_side, *call)
+        return out, lse if return_lse else None

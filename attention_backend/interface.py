@@ -1,0 +1,242 @@
+"""What a backend is asked (`AttentionSpec`), what it answers (`AttentionBackend`), and the checks of every call.
+
+Shape letters: B batch, Sq query rows, Skv key rows, H query heads, Hkv key/value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar
+
+import torch
+
+from attention_backend.metadata import AttentionMetadata, PackedKV, PaddedKV, PagedKV
+
+ROLES = ("self", "cross_text", "cross_image")
+NEEDS = frozenset({"varlen", "padding_mask", "lse", "paged_kv", "grad"})
+
+
+class AttentionTensorLayout(Enum):
+    """Order of the inner dimensions of q, k, v: NHD is [B, S, H, D], HND is [B, H, S, D]."""
+
+    NHD = "NHD"
+    HND = "HND"
+
+
+class AttentionBackendError(ValueError):
+    """A backend cannot serve what was asked of it; the message lists every reason and the way out."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention site: what a backend must be able to do there.
+
+    role: "self", "cross_text" or "cross_image". needs: any of "varlen", "padding_mask", "lse", "paged_kv", "grad".
+    softmax_scale None means head_dim ** -0.5; num_kv_heads None means num_heads. ValueError on impossible values.
+    """
+
+    role: str
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device | str
+    num_kv_heads: int | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    needs: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"role is {self.role!r}; it must be one of {', '.join(ROLES)}")
+        for name in ("num_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        unknown = frozenset(self.needs) - NEEDS
+        if unknown:
+            raise ValueError(f"needs has {sorted(unknown)}; known needs are {sorted(NEEDS)}")
+        set_ = object.__setattr__
+        set_(self, "needs", frozenset(self.needs))
+        set_(self, "device", _with_index(torch.device(self.device)))
+        if self.num_kv_heads is None:
+            set_(self, "num_kv_heads", self.num_heads)
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; grouped-query "
+                "attention needs every key/value head to serve the same number of query heads"
+            )
+        if self.softmax_scale is None:
+            set_(self, "softmax_scale", self.head_dim**-0.5)
+
+
+class AttentionBackend(ABC):
+    """One attention kernel family behind one `forward`. Stateless apart from its spec; not an nn.Module.
+
+    A subclass sets `name`, overrides the `supports_*` that hold for it, and implements `attend`; `forward` has checked
+    the call by then. Capabilities are read from instances too, so a wrapper can narrow what it wraps.
+    """
+
+    name: ClassVar[str]
+    preferred_layout: ClassVar[AttentionTensorLayout] = AttentionTensorLayout.NHD
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        reasons = self.unsupported_reasons(spec)
+        unavailable = self.unavailable_reason()
+        if unavailable:
+            reasons.insert(0, unavailable)
+        if reasons:
+            raise AttentionBackendError(f"{self.name} cannot serve {spec.role} attention: " + "; ".join(reasons))
+        self.spec = spec
+
+    @classmethod
+    def supports_varlen(cls) -> bool:
+        """K/V packed as [total_kv, Hkv, D] (PackedKV), with padded or packed Q."""
+        return False
+
+    @classmethod
+    def supports_padding_mask(cls) -> bool:
+        """Key lengths over padded K/V (PaddedKV)."""
+        return False
+
+    @classmethod
+    def supports_paged_kv(cls) -> bool:
+        """K/V in block pools read through a block table (PagedKV)."""
+        return False
+
+    @classmethod
+    def supports_lse(cls) -> bool:
+        """The fp32 natural-log sum of exponentials beside the output."""
+        return False
+
+    @classmethod
+    def supports_causal(cls) -> bool:
+        """Causal masking aligned bottom-right: the last query sees every key."""
+        return False
+
+    @classmethod
+    def supports_grad(cls) -> bool:
+        """Gradients to q, k and v."""
+        return False
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """Why this backend cannot run on this machine at all, with the install command; None if it can."""
+        return None
+
+    @classmethod
+    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """Every reason why `spec` cannot be served, each with the value and the limit. Subclasses extend the list."""
+        able = {
+            "varlen": cls.supports_varlen(),
+            "padding_mask": cls.supports_padding_mask(),
+            "paged_kv": cls.supports_paged_kv(),
+            "lse": cls.supports_lse(),
+            "grad": cls.supports_grad(),
+        }
+        reasons = [f"no support for {need}" for need in sorted(spec.needs) if not able[need]]
+        if spec.causal and not cls.supports_causal():
+            reasons.append("no support for causal attention")
+        return reasons
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: AttentionMetadata | None = None,
+        *,
+        causal: bool = False,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """softmax(scale · q kᵀ) v over the keys that `metadata` makes visible.
+
+        q [B, Sq, H, D], or [total_q, H, D] with cu_seqlens_q. k, v [B, Skv, Hkv, D]; [total_kv, Hkv, D] with PackedKV;
+        pools [blocks, block_size, Hkv, D] with PagedKV. Returns out, shaped and typed like q; with return_lse also
+        the natural-log LSE, [B, H, Sq] or [H, total_q], fp32 (fp64 for fp64 q). A row without keys gives 0 and -inf.
+        Raises ValueError if the call contradicts its tensors, its metadata or what this backend can do.
+        """
+        _check_capabilities(self, q, k, v, metadata, causal, return_lse)
+        _check_tensors(self.spec, q, k, v, metadata)
+        result = self.attend(q, k, v, metadata, causal=causal, return_lse=return_lse)
+        # Kernel packages differ by version: a bare tensor, (out, None) or (out, lse, ...).
+        out, lse = (result[0], result[1]) if isinstance(result, tuple | list) else (result, None)
+        if out.shape != q.shape:
+            raise RuntimeError(f"{self.name} returned shape {tuple(out.shape)} for q of shape {tuple(q.shape)}")
+        if not return_lse:
+            return out
+        if lse is None:
+            raise RuntimeError(f"{self.name} was asked for the LSE and returned none; use return_lse=False or sdpa")
+        return out, lse
+
+    @abstractmethod
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: AttentionMetadata | None,
+        *,
+        causal: bool,
+        return_lse: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """The kernel call behind `forward`, on checked arguments."""
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """ "cuda" as the device that it means now, so that it compares equal to the device of a tensor on it."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _check_capabilities(backend, q, k, v, metadata, causal: bool, return_lse: bool) -> None:
+    needed = {
+        PackedKV: ("packed K/V", backend.supports_varlen),
+        PaddedKV: ("key lengths", backend.supports_padding_mask),
+        PagedKV: ("a block table", backend.supports_paged_kv),
+    }
+    if metadata is not None:
+        if type(metadata) not in needed:
+            raise ValueError(f"metadata is a {type(metadata).__name__}; it must be PaddedKV, PackedKV, PagedKV or None")
+        what, supported = needed[type(metadata)]
+        if not supported():
+            raise AttentionBackendError(f"{backend.name} cannot read {what}; select a backend with that need, or sdpa")
+    if causal and not backend.supports_causal():
+        raise AttentionBackendError(f"{backend.name} has no causal attention; select one with causal=True, or sdpa")
+    if return_lse and not backend.supports_lse():
+        raise AttentionBackendError(f"{backend.name} returns no LSE; select a backend that needs 'lse', or sdpa")
+    if torch.is_grad_enabled() and not backend.supports_grad():
+        wanting = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.requires_grad]
+        if wanting:
+            raise AttentionBackendError(
+                f"{backend.name} is inference-only and {', '.join(wanting)} require grad; run under torch.no_grad(), "
+                "or use sdpa (auto picks it for needs={'grad'}) or FlexAttention for training"
+            )
+
+
+def _check_tensors(spec: AttentionSpec, q, k, v, metadata) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must share one dtype; they are {q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device; they are on {q.device}, {k.device} and {v.device}")
+    packed_q = metadata is not None and getattr(metadata, "cu_seqlens_q", None) is not None
+    q_form = "[total_q, H, D]" if packed_q else "[B, Sq, H, D]"
+    kv_form, kv_ndim = "[B, Skv, Hkv, D]", 4
+    if isinstance(metadata, PackedKV):
+        kv_form, kv_ndim = "[total_kv, Hkv, D]", 3
+    elif isinstance(metadata, PagedKV):
+        kv_form = "[blocks, block_size, Hkv, D]"
+    q_tail = (spec.num_heads, spec.head_dim)
+    if q.ndim != (3 if packed_q else 4) or tuple(q.shape[-2:]) != q_tail:
+        raise ValueError(f"q has shape {tuple(q.shape)}; expected {q_form} with H, D = {q_tail}")
+    kv_tail = (spec.num_kv_heads, spec.head_dim)
+    for name, x in (("k", k), ("v", v)):
+        if x.ndim != kv_ndim or tuple(x.shape[-2:]) != kv_tail:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {kv_form} with Hkv, D = {kv_tail}")
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; they must be equal")
+    if metadata is not None:
+        metadata.check(q, k)
+    elif q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has batch {q.shape[0]} and k, v have {k.shape[0]}; they must be equal")

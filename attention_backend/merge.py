@@ -1,0 +1,70 @@
+"""Merging attention results over disjoint sets of keys by their log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+
+from attention_backend.metadata import PackedPadKV
+
+
+def merge_attention(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention over the union of two disjoint sets of keys.
+
+    out_a, out_b [B, Sq, H, D] with lse [B, H, Sq], or [total_q, H, D] with lse [H, total_q]; lse in natural log,
+    fp32 (fp64 beside fp64 results). Returns (out, lse) in the same shapes; the weights are computed in the lse's dtype.
+    A row without keys on one side takes the other's result; without keys on both it gives 0 and -inf.
+    Raises ValueError if shapes or dtypes differ.
+    """
+    if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or out_a.dtype != out_b.dtype:
+        raise ValueError(
+            f"results to merge differ: out {tuple(out_a.shape)} {out_a.dtype} and {tuple(out_b.shape)} {out_b.dtype}, "
+            f"lse {tuple(lse_a.shape)} and {tuple(lse_b.shape)}"
+        )
+    if (*lse_a.shape[:-2], lse_a.shape[-1], lse_a.shape[-2]) != tuple(out_a.shape[:-1]):
+        raise ValueError(
+            f"lse has shape {tuple(lse_a.shape)} for out of shape {tuple(out_a.shape)}; expected [..., H, S] for "
+            "[..., S, H, D]"
+        )
+    return _interpolate(out_a, out_b, lse_a, lse_b), torch.logaddexp(lse_a, lse_b)
+
+
+def merge_pad_rows(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    k_pad: torch.Tensor,
+    v_pad: torch.Tensor,
+    pads: PackedPadKV,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Adds to attention over packed real rows what the pad rows left out of the packing would have added.
+
+    All pad rows are one key and one value, so n of them act as one key whose score is scale · (q · k_pad) + log n.
+    q, out [B, Sq, H, D]; lse [B, H, Sq] of `out`; k_pad, v_pad [Hkv, D]. Returns [B, Sq, H, D]; sequences without
+    pads come back untouched. `out` may be overwritten if no gradients are wanted.
+    """
+    groups = q.shape[2] // k_pad.shape[0]
+    k_pad, v_pad = (x.repeat_interleave(groups, dim=0) for x in (k_pad, v_pad))
+    # Attention saves its output for the backward pass, so what gradients go through is not overwritten.
+    tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (q, out, k_pad, v_pad))
+    rows = list(out.unbind())
+    for b, num_pads in enumerate(pads.pad_lens):
+        if num_pads == 0:
+            continue
+        score = torch.einsum("shd,hd->hs", q[b].to(lse.dtype), k_pad.to(lse.dtype)) * softmax_scale
+        merged = _interpolate(rows[b], v_pad.expand_as(rows[b]), lse[b], score + pads.log_pad_lens[b])
+        if tracked:
+            rows[b] = merged
+        else:
+            rows[b].copy_(merged)
+    return torch.stack(rows) if tracked else out
+
+
+def _interpolate(out_a: torch.Tensor, out_b: torch.Tensor, lse_a: torch.Tensor, lse_b: torch.Tensor) -> torch.Tensor:
+    """(1 - w) a + w b with w = exp(lse_b) / (exp(lse_a) + exp(lse_b)), the share of b's keys; a where b has none."""
+    # -inf minus -inf is NaN; a row without keys on either side holds zeros in both.
+    share = torch.sigmoid((lse_b - lse_a).masked_fill(torch.isneginf(lse_b), -torch.inf))
+    share = share.transpose(-1, -2).unsqueeze(-1)
+    return torch.lerp(out_a.to(share.dtype), out_b.to(share.dtype), share).to(out_a.dtype)

@@ -1,0 +1,121 @@
+"""Names to backend classes. A named backend runs or raises; only "auto" chooses, in AUTO_ORDER, and says why."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from attention_backend.flash_attn4 import FlashAttention4Backend
+from attention_backend.interface import AttentionBackend, AttentionBackendError, AttentionSpec
+from attention_backend.paged_flash_attn3 import PagedFlashAttention3Backend
+from attention_backend.sdpa import SDPABackend
+
+logger = logging.getLogger(__name__)
+
+AUTO_ORDER = ("flash_attn4", "paged_flash_attn3", "sdpa")
+ENTRY_POINT_GROUP = "attention_backend.backends"
+
+_classes: dict[str, type[AttentionBackend]] = {}
+_broken_entry_points: dict[str, str] = {}
+_entry_points_read = False
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which backend serves a site, and why: the reasons against each backend that "auto" passed over."""
+
+    name: str
+    why: str
+
+
+def register_backend(cls: type[AttentionBackend]) -> type[AttentionBackend]:
+    """Adds a backend class under `cls.name`; usable as a decorator. "auto" does not consider it: name it to use it.
+
+    Raises ValueError if the name is missing, is "auto", or belongs to another class.
+    """
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not name or name == "auto":
+        raise ValueError(f"{cls.__name__}.name is {name!r}; a backend needs a name of its own other than 'auto'")
+    known = _classes.get(name)
+    # A module imported twice (a reload) registers the same class again; another class under the name is a mistake.
+    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(f"backend name {name!r} already belongs to {known.__module__}.{known.__qualname__}")
+    _classes[name] = cls
+    return cls
+
+
+def backend_classes() -> dict[str, type[AttentionBackend]]:
+    """All registered classes by name, those of installed entry points included."""
+    global _entry_points_read
+    if not _entry_points_read:
+        _entry_points_read = True
+        for point in entry_points(group=ENTRY_POINT_GROUP):
+            try:
+                register_backend(point.load())
+            except Exception as error:  # a foreign package may fail in any way; it must not take the others along
+                _broken_entry_points[point.name] = f"entry point {point.value} failed: {type(error).__name__}: {error}"
+                logger.warning("attention backend %s: %s", point.name, _broken_entry_points[point.name])
+    return dict(_classes)
+
+
+def available_backends() -> dict[str, str | None]:
+    """For each known name: None if it can run on this machine, else why not and how to get it."""
+    reasons = {name: cls.unavailable_reason() for name, cls in backend_classes().items()}
+    return reasons | _broken_entry_points
+
+
+def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
+    """A backend for one site; its `selection` says what was taken and why.
+
+    name: a registered name, which serves `spec` or raises AttentionBackendError with every reason and what would
+    serve, or "auto", which takes the first of AUTO_ORDER that can.
+    """
+    classes = backend_classes()
+    if name == "auto":
+        return _select_auto(classes, spec)
+    if name in _broken_entry_points:
+        raise AttentionBackendError(f"backend {name!r}: {_broken_entry_points[name]}")
+    if name not in classes:
+        near = difflib.get_close_matches(name, classes, n=1, cutoff=0.4)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise AttentionBackendError(f"no attention backend {name!r}{hint}; known: auto, {', '.join(sorted(classes))}")
+    reasons = _reasons_against(classes[name], spec)
+    if reasons:
+        serving = [other for other, cls in classes.items() if other != name and not _reasons_against(cls, spec)]
+        raise AttentionBackendError(
+            f"backend {name!r} cannot serve {spec.role} attention (heads {spec.num_heads}/{spec.num_kv_heads}, "
+            f"head_dim {spec.head_dim}, {spec.dtype}, {spec.device}): {'; '.join(reasons)}. "
+            f"These would serve: {', '.join(['auto', *serving]) if serving else 'none'}"
+        )
+    return _build(classes[name], spec, "named in the configuration")
+
+
+def _select_auto(classes: dict[str, type[AttentionBackend]], spec: AttentionSpec) -> AttentionBackend:
+    passed_over: list[str] = []
+    for name in AUTO_ORDER:
+        # What the spec alone rules out is not asked whether it is here: that can import seconds of kernel package.
+        reasons = classes[name].unsupported_reasons(spec) or _reasons_against(classes[name], spec)
+        if not reasons:
+            why = "auto" + (f", passing over {' | '.join(passed_over)}" if passed_over else ": first in order")
+            return _build(classes[name], spec, why)
+        passed_over.append(f"{name}: {'; '.join(reasons)}")
+    against = " | ".join(passed_over)
+    raise AttentionBackendError(f"no backend can serve {spec.role} attention on {spec.device}: {against}")
+
+
+def _reasons_against(cls: type[AttentionBackend], spec: AttentionSpec) -> list[str]:
+    unavailable = cls.unavailable_reason()
+    return ([unavailable] if unavailable else []) + cls.unsupported_reasons(spec)
+
+
+def _build(cls: type[AttentionBackend], spec: AttentionSpec, why: str) -> AttentionBackend:
+    backend = cls(spec)
+    backend.selection = Selection(cls.name, why)
+    logger.info("%s attention: %s (%s)", spec.role, cls.name, why)
+    return backend
+
+
+for _cls in (SDPABackend, FlashAttention4Backend, PagedFlashAttention3Backend):
+    register_backend(_cls)
