@@ -1,0 +1,163 @@
+"""The Attention module on its own, as another video transformer would use it."""
+
+import pytest
+import torch
+
+from attention_backend import AttentionBackend, AttentionBackendError, AttentionMetadataState, PackedKV
+from visual_gen import Attention
+from visual_gen.modules.rope import RotaryTable, apply_rotary
+
+HEADS, HEAD_DIM, HIDDEN = 3, 12, 30
+
+
+def dense_attention(q, k, v):
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    return ((q @ k.mT / HEAD_DIM**0.5).softmax(-1) @ v).transpose(1, 2)
+
+
+def rms(x, weight):
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+
+
+@torch.no_grad()
+def test_self_attention_is_projection_norm_rotation_attention_projection():
+    torch.manual_seed(0)
+    attn = Attention(HIDDEN, HEADS, HEAD_DIM, role="self")
+    attn.qk_norm_weight.uniform_(0.5, 1.5)
+    rotary = RotaryTable(HEAD_DIM, 8).grid(2, 3, 2, torch.device("cpu"))
+    x = torch.randn(2, 12, HIDDEN)
+    q, k, v = (x.double() @ attn.to_qkv.weight.double().T + attn.to_qkv.bias.double()).chunk(3, -1)
+    q, k = rms(q, attn.qk_norm_weight[0]), rms(k, attn.qk_norm_weight[1])
+    q, k, v = (t.unflatten(-1, (HEADS, HEAD_DIM)) for t in (q, k, v))
+    turned = []
+    for t in (q, k):
+        even, odd = t[..., 0::2], t[..., 1::2]
+        cos, sin = rotary.real.double(), rotary.imag.double()
+        turned.append(torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2))
+    expected = dense_attention(*turned, v).flatten(2) @ attn.to_out.weight.double().T + attn.to_out.bias.double()
+    torch.testing.assert_close(attn(x, rotary=rotary).double(), expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lens", [(4, 9), (9, 9), (0, 5), (1, 1)])
+def test_cross_attention_modes(lens):
+    torch.manual_seed(1)
+    x, rows = torch.randn(2, 7, HIDDEN), torch.randn(sum(lens) + 1, HIDDEN)
+    sites = {m: Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text", cross_kv=m) for m in
+             ("padded", "packed", "packed_pad_exact")}  # fmt: skip
+    for site in sites.values():
+        site.load_state_dict(sites["padded"].state_dict())
+    out = {m: s(x, s.arrange_kv(*s.project_kv(rows), lens, 9)) for m, s in sites.items()}
+    torch.testing.assert_close(out["packed_pad_exact"], out["padded"], rtol=0, atol=1e-5)
+    padded = sites["padded"]
+    k, v = padded.project_kv(rows)
+    starts = (0, lens[0])
+    for b, n in enumerate(lens):
+        real = slice(starts[b], starts[b] + n)
+        key = torch.cat([k[real], k[-1:].expand(9 - n, -1, -1)])[None]
+        value = torch.cat([v[real], v[-1:].expand(9 - n, -1, -1)])[None]
+        q = padded.project_q(x[b : b + 1])
+        expected = padded.to_out(dense_attention(q, key, value).float().flatten(2))
+        torch.testing.assert_close(out["padded"][b : b + 1], expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_pack_ragged_kv_is_the_same_with_and_without_the_state():
+    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text")
+    k, v = torch.randn(3, 6, HEADS, HEAD_DIM), torch.randn(3, 6, HEADS, HEAD_DIM)
+    state = AttentionMetadataState()
+    lens = [2, 6, 0]
+    with_state = site.pack_ragged_kv(k, v, lens, state)
+    without = site.pack_ragged_kv(k, v, lens)
+    for a, b in zip(with_state[:2], without[:2], strict=True):
+        assert a.shape == (8, HEADS, HEAD_DIM) and torch.equal(a, b)
+    assert torch.equal(with_state[0], torch.cat([k[0, :2], k[1]]))
+    assert type(with_state[2]) is PackedKV
+    assert with_state[2].cu_seqlens_kv.tolist() == without[2].cu_seqlens_kv.tolist() == [0, 2, 8, 8]
+    lens[0] = 1  # the caller's list changes: another layout, never a stale entry
+    assert site.pack_ragged_kv(k, v, lens, state)[2].cu_seqlens_kv.tolist() == [0, 1, 7, 7]
+    assert (state.builds, state.hits) == (2, 0)
+    assert site.pack_ragged_kv(k, v, [2, 6, 0], state)[2] is with_state[2]
+    assert (state.builds, state.hits, state.device_copies) == (2, 1, 2)
+
+
+def test_pack_ragged_kv_refuses_what_it_cannot_pack():
+    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text")
+    k = torch.randn(2, 6, HEADS, HEAD_DIM)
+    with pytest.raises(ValueError, match=r"kv_lens\[0\] is 7; it must be between 0 and 6"):
+        site.pack_ragged_kv(k, k, [7, 1])
+    with pytest.raises(ValueError, match="1 lengths for k, v of batch 2"):
+        site.pack_ragged_kv(k, k, [3])
+    with pytest.raises(ValueError, match="must be host ints.*tolist"):
+        site.pack_ragged_kv(k, k, torch.tensor([3, 3]))
+
+
+def test_varlen_is_read_from_the_backend_as_wrapped():
+    """A wrapper may take packing away; the module asks the instance that it holds, not the class it was named after."""
+
+    class Wrapper(AttentionBackend):
+        name = "wrapper"
+
+        def __init__(self, inner):
+            self.inner, self.spec = inner, inner.spec
+
+        def supports_varlen(self):
+            return self.inner.supports_varlen() and self.spec.num_heads % 2 == 0  # cannot split 3 heads in two
+
+        def attend(self, *args, **kwargs):
+            return self.inner.attend(*args, **kwargs)
+
+    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text")
+    assert site.backend.supports_varlen()
+    wrapped = Wrapper(site.backend)
+    site.backend = wrapped
+    k = torch.randn(1, 2, HEADS, HEAD_DIM)
+    with pytest.raises(AttentionBackendError, match="wrapper cannot read packed K/V"):
+        site.pack_ragged_kv(k, k, [1])
+    with pytest.raises(AttentionBackendError, match="wrapper cannot read them"):
+        Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text", cross_kv="packed", backend=wrapped)
+
+
+def test_a_named_backend_is_chosen_again_when_the_module_is_cast():
+    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="self")
+    first = site.backend
+    site.to(torch.bfloat16)
+    assert site.backend is not first and site.backend.spec.dtype == torch.bfloat16
+    x = torch.randn(1, 4, HIDDEN, dtype=torch.bfloat16)
+    assert site(x).dtype == torch.bfloat16
+
+
+def test_auto_takes_a_backend_that_trains():
+    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="self")
+    x = torch.randn(1, 5, HIDDEN, requires_grad=True)
+    site(x).square().sum().backward()
+    assert x.grad.abs().sum() > 0 and site.to_qkv.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"role": "cross"}, "role is 'cross'"),
+        ({"role": "self", "cross_kv": "dense"}, "cross_kv is 'dense'"),
+        ({"role": "self", "qk_norm": "layer"}, "qk_norm is 'layer'"),
+        ({"role": "self", "backend": "flash_attn_4"}, "did you mean 'flash_attn4'"),
+    ],
+)
+def test_unknown_settings_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Attention(HIDDEN, HEADS, HEAD_DIM, **arguments)
+
+
+def test_rotary_table_turns_each_axis_by_its_own_position():
+    table = RotaryTable(20, 64)
+    grid = table.grid(3, 4, 5, torch.device("cpu"))
+    assert grid.shape == (60, 1, 10)
+    token = (2 * 4 + 3) * 5 + 4  # frame 2, row 3, column 4
+    temporal = [2 * 10000 ** (-2 * i / 8) for i in range(4)]
+    spatial = [[p * 10000 ** (-2 * i / 6) for i in range(3)] for p in (3, 4)]
+    expected = torch.tensor(temporal + spatial[0] + spatial[1])
+    torch.testing.assert_close(grid[token, 0], torch.polar(torch.ones(10), expected), rtol=0, atol=1e-6)
+    assert table.grid(3, 4, 5, torch.device("cpu")) is grid
+    x = torch.randn(1, 60, 2, 20)
+    torch.testing.assert_close(apply_rotary(x.clone(), grid).norm(dim=-1), x.norm(dim=-1))

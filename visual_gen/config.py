@@ -1,0 +1,315 @@
+"""Settings of a run: a YAML file, checked by pydantic.
+
+Every model here is frozen and refuses unknown keys. `load_config` turns whatever is wrong into one `ConfigError` that
+says where (file and line, or the option of the command line), which key, which value, and what would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ConfigError(ValueError):
+    """Something in a configuration file or an override is wrong; the message has one line for each problem."""
+
+
+class Override(NamedTuple):
+    """A value that replaces what the file says. `key` is dotted; `origin` is what an error names as its source."""
+
+    key: str
+    value: object
+    origin: str
+
+
+def _texts(value: object) -> object:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(text, str) for text in value):
+        return tuple(value)
+    raise ValueError("a text, or a list of at least one text")
+
+
+Prompt = Annotated[str | tuple[str, ...] | None, BeforeValidator(_texts)]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+BackendName = Annotated[str, Field(min_length=1)]
+
+
+class _Section(BaseModel):
+    # strict: the text "480" or `true` is not a number, and says so rather than being converted.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelConfig(_Section):
+    """Which weights. `preset` names a geometry that `plan` uses where `path` has no folder on this machine."""
+
+    path: Annotated[str, Field(min_length=1)]
+    preset: Annotated[str, Field(min_length=1)] | None = None
+
+
+class AttentionConfig(_Section):
+    """Backend per role ("auto", or a name that `visual-gen backends` lists), and how text K/V are padded.
+
+    `cross_kv`: "padded", as Wan was trained; "packed", pads dropped, which is another video; "packed_pad_exact", pads
+    dropped and their effect put back, the same video as "padded" to rounding.
+    """
+
+    self: BackendName = "auto"
+    cross_text: BackendName = "auto"
+    cross_image: BackendName = "auto"
+    cross_kv: Literal["padded", "packed", "packed_pad_exact"] = "padded"
+
+
+class GenerationConfig(_Section):
+    """What to generate. Sizes are in pixels and frames; `fps` is the rate that the video file plays at.
+
+    With several prompts, prompt i is made from seed + i, so that each can be made again alone. `scheduler` and
+    `flow_shift` of None take what the checkpoint says.
+    """
+
+    prompt: Prompt = None
+    negative_prompt: str | None = None
+    height: PositiveInt = 480
+    width: PositiveInt = 832
+    num_frames: PositiveInt = 81
+    num_inference_steps: PositiveInt = 50
+    guidance_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    scheduler: Literal["unipc", "euler"] | None = None
+    flow_shift: PositiveFloat | None = None
+    max_sequence_length: PositiveInt = 512
+    cfg: Literal["batched", "sequential"] = "batched"
+    fps: PositiveFloat = 16.0
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts as a tuple; empty where none was given."""
+        if self.prompt is None:
+            return ()
+        return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """One seed for each prompt."""
+        return tuple(self.seed + i for i in range(len(self.prompts)))
+
+
+class OutputConfig(_Section):
+    """Where the video goes and how it is compressed. `crf` is x264's: 0 loses nothing, 18 looks the same, 51 is worst.
+
+    With `report`, report files of the same name lie beside the video, with `report_frames` pictures of each clip.
+    """
+
+    path: Annotated[str, Field(min_length=1)] = "outputs/video.mp4"
+    crf: Annotated[int, Field(ge=0, le=51)] = 18
+    report: bool = True
+    report_frames: Annotated[int, Field(ge=1, le=32)] = 8
+
+
+class RunConfig(_Section):
+    """All settings of one run. `device` is "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N"."""
+
+    model: ModelConfig
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = "auto"
+    attention: AttentionConfig = AttentionConfig()
+    generation: GenerationConfig = GenerationConfig()
+    output: OutputConfig = OutputConfig()
+
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        return getattr(torch, self.dtype)
+
+    def torch_device(self) -> torch.device:
+        """The device that `device` stands for on this machine. Raises ConfigError if it asks for an absent GPU."""
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if self.device == "auto":
+            return torch.device("cuda" if count else "cpu")
+        device = torch.device(self.device)
+        if device.type == "cuda" and (device.index or 0) >= count:
+            have = f"{count} CUDA device(s)" if count else "no CUDA device"
+            raise ConfigError(
+                f"device = {self.device!r}: torch {torch.__version__} sees {have} here; use 'cpu' or 'auto'"
+            )
+        return device
+
+
+def parse_override(text: str) -> Override:
+    """`"a.b=c"` as an Override; the value is read as YAML. Raises ConfigError."""
+    key, equals, value = text.partition("=")
+    origin = f"--set {text}"
+    if not equals or not all(key.strip().split(".")):
+        raise ConfigError(f"{origin}: wants key=value, for example generation.seed=7")
+    try:
+        return Override(key.strip(), yaml.safe_load(value), origin)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin}: the value is not YAML ({_yaml_problem(error)})") from error
+
+
+def load_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> RunConfig:
+    """Read a YAML file, put the overrides over it in their order, and check the whole.
+
+    `overrides` are texts of the form "generation.seed=7" or `Override`s. Raises FileNotFoundError if there is no such
+    file, and ConfigError for everything that is wrong in it.
+    """
+    path = Path(path)
+    data, lines = _read_yaml(path)
+    origins: dict[tuple[str, ...], str] = {}
+    for override in overrides:
+        if isinstance(override, str):
+            override = parse_override(override)
+        keys = tuple(override.key.split("."))
+        _put(data, keys, override)
+        origins[keys] = override.origin
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        problems = []
+        for item in error.errors(include_url=False):
+            # Only the keys: pydantic also puts the branch of a union there.
+            keys = tuple(str(key) for key in item["loc"])
+            where = _origin(keys, origins) or _line(path, keys, lines)
+            problems.append(f"{where}: {_problem(keys, item)}")
+        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
+
+
+Lines = dict[tuple[str, ...], int]
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such configuration file")
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder; name the YAML file in it")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        lines: Lines = {}
+        if node is not None:
+            _walk(node, (), lines, path, set())
+        data = loader.construct_document(node) if node is not None else None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start})") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2020-99-99
+        if isinstance(error, ConfigError):
+            raise
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: is not YAML ({_yaml_problem(error)})") from error
+    if not isinstance(data, dict):
+        found = "is empty" if data is None else f"holds {_show(data)}"
+        raise ConfigError(f"{path}: {found}; wants a mapping with at least model.path")
+    return data, lines
+
+
+def _walk(node: yaml.Node, keys: tuple[str, ...], lines: Lines, path: Path, seen: set[int]) -> None:
+    """Note the line of every key, and refuse a key that stands twice: YAML would silently take the last."""
+    if not isinstance(node, yaml.MappingNode) or id(node) in seen:
+        return
+    seen.add(id(node))  # an alias is the same node again, and may stand inside itself
+    for key_node, value_node in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        key = (*keys, str(key_node.value))
+        line = key_node.start_mark.line + 1
+        if key in lines:
+            raise ConfigError(f"{path}:{line}: {'.'.join(key)}: stands twice (first on line {lines[key]}); keep one")
+        lines[key] = line
+        _walk(value_node, key, lines, path, seen)
+
+
+def _put(data: dict[str, Any], keys: tuple[str, ...], override: Override) -> None:
+    for depth, key in enumerate(keys[:-1], start=1):
+        section = data.get(key)
+        if section is None:
+            section = data[key] = {}
+        if not isinstance(section, dict):
+            name = ".".join(keys[:depth])
+            raise ConfigError(f"{override.origin}: {override.key}: {name} is a value, not a section")
+        data = section
+    data[keys[-1]] = override.value
+
+
+def _origin(keys: tuple[str, ...], origins: dict[tuple[str, ...], str]) -> str | None:
+    for length in range(len(keys), 0, -1):
+        if keys[:length] in origins:
+            return origins[keys[:length]]
+    return None
+
+
+def _line(path: Path, keys: tuple[str, ...], lines: Lines) -> str:
+    for length in range(len(keys), 0, -1):
+        if keys[:length] in lines:
+            return f"{path}:{lines[keys[:length]]}"
+    return str(path)
+
+
+WANTED = {
+    "missing": "is missing and has no default",
+    "int_type": "wants a whole number",
+    "float_type": "wants a number",
+    "string_type": "wants a text",
+    "bool_type": "wants true or false",
+    "finite_number": "wants a finite number",
+    "string_too_short": "wants a text that is not empty",
+    "string_pattern_mismatch": "wants 'auto', 'cpu', 'cuda' or 'cuda:N'",
+    "literal_error": "wants {expected}",
+    "greater_than": "wants more than {gt:g}",
+    "greater_than_equal": "wants {ge:g} or more",
+    "less_than": "wants less than {lt}",
+    "less_than_equal": "wants {le} or less",
+    "value_error": "wants {error}",
+    "model_type": "wants a section (a mapping of keys)",
+}
+
+
+def _problem(keys: tuple[str, ...], item: dict[str, Any]) -> str:
+    dotted = ".".join(keys)
+    if item["type"] in ("extra_forbidden", "invalid_key"):
+        return f"{dotted}: unknown key{_near(keys)}"
+    wanted = WANTED.get(item["type"], item["msg"]).format(**item.get("ctx", {}))
+    return f"{dotted}: {wanted}" if item["type"] == "missing" else f"{dotted} = {_show(item['input'])}: {wanted}"
+
+
+def _near(keys: tuple[str, ...]) -> str:
+    """The nearest key of the same section, else of any other, and what the section has."""
+    sections = _sections()
+    section, key = keys[:-1], keys[-1]
+    here = sections.get(section, [])
+    near = difflib.get_close_matches(key, here, n=1)
+    if not near:
+        everywhere = {name: ".".join((*at, name)) for at, names in sections.items() for name in names}
+        near = [everywhere[name] for name in difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)]
+    suggestion = f"; did you mean {near[0]}?" if near else ""
+    return f"{suggestion} ({'.'.join(section) or 'the top level'} has {', '.join(here)})"
+
+
+def _sections() -> dict[tuple[str, ...], list[str]]:
+    sections: dict[tuple[str, ...], list[str]] = {(): list(RunConfig.model_fields)}
+    for name, field in RunConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            sections[(name,)] = list(field.annotation.model_fields)
+    return sections
+
+
+def _show(value: object) -> str:
+    return reprlib.repr(value)
+
+
+def _yaml_problem(error: Exception) -> str:
+    problem = getattr(error, "problem", None) or str(error)
+    return " ".join(str(problem).split())

@@ -1,0 +1,311 @@
+"""The Wan video transformer on the attention layer, for text-to-video and image-to-video shapes.
+
+Shape letters: B batch, C channels, F latent frames, H, W latent height and width, S tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from attention_backend import AttentionBackend, AttentionMetadataState, AttentionSpec, Selection, select_backend
+from attention_backend.metadata import host_lens
+from visual_gen.checkpoint import WeightFiles, resolve_folder
+from visual_gen.config import AttentionConfig
+from visual_gen.models.wan.config import WanConfig
+from visual_gen.models.wan.embeddings import ImageEmbedding, TextEmbedding, TimeEmbedding
+from visual_gen.models.wan.text_kv import TextKV
+from visual_gen.models.wan.weights import load_weights
+from visual_gen.modules.attention import CROSS_KV_NEEDS, Attention, CrossKV, pack_rows
+from visual_gen.modules.feed_forward import FeedForward
+from visual_gen.modules.norms import layer_norm_fp32, modulated_layer_norm
+from visual_gen.modules.rope import RotaryTable
+
+# Kept in fp32 whatever the model's dtype, as diffusers keeps them (_keep_in_fp32_modules).
+FP32_PARAMETERS = ("time_embedding.linear_", "scale_shift_table", "norm1.", "norm2.")
+
+
+class WanBlock(nn.Module):
+    """Self-attention, cross-attention to text (and image), feed-forward, modulated by the timestep."""
+
+    def __init__(
+        self, config: WanConfig, backends: dict[str, AttentionBackend], state: AttentionMetadataState, cross_kv: str
+    ) -> None:
+        super().__init__()
+        dim, heads = config.hidden_size, (config.num_attention_heads, config.attention_head_dim)
+
+        def attention(role: str) -> Attention:
+            return Attention(
+                dim, *heads, role=role, backend=backends[role], attention_metadata_state=state, eps=config.eps,
+                cross_kv=cross_kv if role == "cross_text" else "padded",
+            )  # fmt: skip
+
+        self.eps = config.eps
+        self.self_attn = attention("self")
+        self.cross_text = attention("cross_text")
+        self.cross_image = attention("cross_image") if "cross_image" in backends else None
+        self.norm2 = nn.LayerNorm(dim, eps=config.eps) if config.cross_attn_norm else None
+        self.ffn = FeedForward(dim, config.ffn_dim)
+        self.scale_shift_table = nn.Parameter(torch.randn(1, 6, dim) / dim**0.5)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        modulation: torch.Tensor,
+        rotary: torch.Tensor,
+        text: CrossKV,
+        image: CrossKV | None = None,
+    ) -> torch.Tensor:
+        """x [B, S, D]; modulation [B or 1, S or 1, 6, D]; rotary complex [S, 1, head_dim / 2] → [B, S, D]."""
+        modulation = self.scale_shift_table + modulation.float()
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = modulation.unbind(2)
+
+        x = _add_gated(x, self.self_attn(modulated_layer_norm(x, scale, shift, self.eps), rotary=rotary), gate)
+
+        normed = x if self.norm2 is None else layer_norm_fp32(x, self.norm2.weight, self.norm2.bias, self.eps)
+        q = self.cross_text.project_q(normed)
+        attended = self.cross_text.attend(q, text)
+        if image is not None:
+            attended = attended + self.cross_image.attend(q, image)
+        x = x + self.cross_text.to_out(attended.flatten(2))
+
+        return _add_gated(x, self.ffn(modulated_layer_norm(x, ffn_scale, ffn_shift, self.eps)), ffn_gate)
+
+
+class WanTransformer(nn.Module):
+    """Wan with diffusers' weights and results, one attention backend for each role, and text K/V made once.
+
+    attention: an AttentionConfig, or a mapping with its keys (self, cross_text, cross_image, cross_kv).
+    attention_choices says which backend each role took and why. init_weights False leaves the parameters on the meta
+    device, without memory, for to_empty and a load. Raises AttentionBackendError if a named backend cannot
+    serve its role.
+    """
+
+    def __init__(
+        self,
+        config: WanConfig,
+        *,
+        attention: AttentionConfig | dict | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        init_weights: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.attention = AttentionConfig.model_validate(attention or {})
+        self.attention_metadata_state = AttentionMetadataState()
+        self._backends = self._select_backends(dtype, torch.device(device))
+        dim = config.hidden_size
+        with torch.device(device if init_weights else "meta"):
+            patch = config.in_channels * torch.Size(config.patch_size).numel()
+            self.patch_embedding = nn.Linear(patch, dim)
+            self.time_embedding = TimeEmbedding(config.freq_dim, dim)
+            self.text_embedding = TextEmbedding(config.text_dim, dim)
+            self.image_embedding = None
+            if config.image_dim is not None:
+                self.image_embedding = ImageEmbedding(config.image_dim, dim, config.pos_embed_seq_len)
+            self.blocks = nn.ModuleList(
+                WanBlock(config, self._backends, self.attention_metadata_state, self.attention.cross_kv)
+                for _ in range(config.num_layers)
+            )
+            self.proj_out = nn.Linear(dim, config.out_channels * torch.Size(config.patch_size).numel())
+            self.scale_shift_table = nn.Parameter(torch.randn(1, 2, dim) / dim**0.5)
+        self._rotary = RotaryTable(config.attention_head_dim, config.rope_max_seq_len)
+        self.to(dtype)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_id: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        attention: AttentionConfig | dict | None = None,
+    ) -> WanTransformer:
+        """Loads a diffusers-format folder: a pipeline's, with a transformer/ inside, or that folder itself.
+
+        Raises ValueError naming every missing, unexpected or wrongly shaped tensor, or what is wrong with the files.
+        """
+        folder = resolve_folder(folder_or_id)
+        if (folder / "transformer").is_dir():
+            folder = folder / "transformer"
+        config = WanConfig.from_folder(folder)
+        files = WeightFiles.open(folder)
+        model = cls(config, attention=attention, dtype=dtype, device=device, init_weights=False)
+        model.to_empty(device=device).eval().requires_grad_(False)
+        load_weights(model, files)
+        return model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.patch_embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.patch_embedding.weight.device
+
+    @property
+    def attention_choices(self) -> dict[str, Selection]:
+        """Role → the backend taken (`name`) and the reasons (`why`)."""
+        return {role: backend.selection for role, backend in self._backends.items()}
+
+    def _select_backends(self, dtype: torch.dtype, device: torch.device) -> dict[str, AttentionBackend]:
+        config = self.config
+        roles = ["self", "cross_text"] + (["cross_image"] if config.image_dim is not None else [])
+        backends = {}
+        for role in roles:
+            needs = CROSS_KV_NEEDS[self.attention.cross_kv] if role == "cross_text" else frozenset()
+            heads = (config.num_attention_heads, config.attention_head_dim)
+            spec = AttentionSpec(role, *heads, dtype, device, needs=needs)
+            backends[role] = select_backend(getattr(self.attention, role), spec)
+        return backends
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        """Moves or casts the model, keeping Wan's fp32 parameters in fp32, and chooses backends for the new place."""
+
+        def keep_fp32(tensor: torch.Tensor) -> torch.Tensor:
+            out = fn(tensor)
+            if id(tensor) in kept and out.dtype != torch.float32:
+                return tensor.to(device=out.device)
+            return out
+
+        kept = {id(p) for n, p in self.named_parameters() if _is_fp32(n)}
+        super()._apply(keep_fp32, recurse)
+        spec = self._backends["self"].spec
+        if self.device.type != "meta" and (spec.dtype, spec.device) != (self.dtype, self.device):
+            self._backends = self._select_backends(self.dtype, self.device)
+        for block in self.blocks:
+            for site in (block.self_attn, block.cross_text, block.cross_image):
+                if site is not None:
+                    site.backend = self._backends[site.role]
+        return self
+
+    def project_text(
+        self,
+        encoder_hidden_states: torch.Tensor,
+        text_lens: Sequence[int] | None = None,
+        encoder_hidden_states_image: torch.Tensor | None = None,
+    ) -> TextKV:
+        """Text keys and values of all layers, from the real rows and one pad row; needed once for a request.
+
+        encoder_hidden_states [B, L, text_dim]; text_lens: host ints, the real rows of each (None: all L); rows past
+        them count as zeros. encoder_hidden_states_image [B, N, image_dim], for models with image inputs.
+        Raises ValueError on shapes and lengths that do not fit.
+        """
+        text = encoder_hidden_states
+        if text.ndim != 3 or text.shape[-1] != self.config.text_dim:
+            raise ValueError(
+                f"encoder_hidden_states has shape {tuple(text.shape)}; expected [B, L, text_dim {self.config.text_dim}]"
+            )
+        batch, padded_len = text.shape[:2]
+        lens = host_lens("text_lens", [padded_len] * batch if text_lens is None else text_lens, padded_len)
+        if len(lens) != batch:
+            raise ValueError(f"text_lens has {len(lens)} lengths for encoder_hidden_states of batch {batch}")
+        rows = pack_rows(text, lens)
+        if min(lens) < padded_len:
+            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[-1])])
+        rows = self.text_embedding(rows.to(self.dtype))
+        layers = tuple(
+            site.arrange_kv(*site.project_kv(rows), lens, padded_len) for site in (b.cross_text for b in self.blocks)
+        )
+        image = self._project_image(encoder_hidden_states_image, batch)
+        return TextKV(lens, padded_len, self.attention.cross_kv, layers, image)
+
+    def _project_image(self, tokens: torch.Tensor | None, batch: int) -> tuple[CrossKV, ...] | None:
+        if (tokens is None) != (self.image_embedding is None):
+            if tokens is None:
+                raise ValueError("this model attends to image tokens: give encoder_hidden_states_image")
+            raise ValueError("encoder_hidden_states_image is given, but this model has no image inputs: leave it out")
+        if tokens is None:
+            return None
+        if tokens.ndim != 3 or tokens.shape[-1] != self.config.image_dim:
+            raise ValueError(
+                f"encoder_hidden_states_image has shape {tuple(tokens.shape)}; expected [B, N, {self.config.image_dim}]"
+            )
+        rows = self.image_embedding(tokens.to(self.dtype))
+        if rows.shape[0] != batch:
+            raise ValueError(f"encoder_hidden_states_image serves {rows.shape[0]} rows, the text {batch}")
+        return tuple(CrossKV(*block.cross_image.project_kv(rows)) for block in self.blocks)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        timestep: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_hidden_states_image: torch.Tensor | None = None,
+        text_lens: Sequence[int] | None = None,
+        text_kv: TextKV | None = None,
+    ) -> torch.Tensor:
+        """Predicted flow [B, out_channels, F, H, W] for noisy latents hidden_states [B, in_channels, F, H, W].
+
+        timestep [B], or [B, S] with one for each token (Wan 2.2 TI2V), in 0..1000. Text comes as text_kv, projected
+        once by project_text, or as encoder_hidden_states (with text_lens, encoder_hidden_states_image), projected here.
+        Raises ValueError on shapes that do not fit, or if both or neither of the two text forms is given.
+        """
+        frames, height, width = self._check_latents(hidden_states)
+        tokens = frames * height * width
+        batch = hidden_states.shape[0]
+        if tuple(timestep.shape) not in ((batch,), (batch, tokens)):
+            raise ValueError(
+                f"timestep has shape {tuple(timestep.shape)}; expected [B] = ({batch},) or one for each token, "
+                f"[B, S] = ({batch}, {tokens})"
+            )
+        if (encoder_hidden_states is None) == (text_kv is None):
+            raise ValueError("give either encoder_hidden_states or text_kv, not both and not neither")
+        if text_kv is None:
+            text_kv = self.project_text(encoder_hidden_states, text_lens, encoder_hidden_states_image)
+        elif encoder_hidden_states_image is not None or text_lens is not None:
+            raise ValueError("text_kv holds text_lens and image tokens already: give them to project_text")
+        if text_kv.batch != batch:
+            raise ValueError(f"text_kv was projected for {text_kv.batch} rows, hidden_states has {batch}")
+
+        if timestep.ndim == 1 and timestep.stride(0) == 0:
+            timestep = timestep[:1]  # one expanded value, as pipelines pass it: embed it once for all rows
+
+        rotary = self._rotary.grid(frames, height, width, hidden_states.device)
+        temb, modulation = self.time_embedding(timestep.view(timestep.shape[0], -1))
+        x = self.patch_embedding(self._patchify(hidden_states.to(self.dtype)))
+        for layer, block in enumerate(self.blocks):
+            image = None if text_kv.image is None else text_kv.image[layer]
+            x = block(x, modulation, rotary, text_kv.text[layer], image)
+        shift, scale = (self.scale_shift_table + temb.unsqueeze(2).float()).unbind(2)
+        x = self.proj_out(modulated_layer_norm(x, scale, shift, self.config.eps))
+        return self._unpatchify(x, frames, height, width)
+
+    def _check_latents(self, latents: torch.Tensor) -> tuple[int, int, int]:
+        """The token grid of latents, or ValueError."""
+        if latents.ndim != 5 or latents.shape[1] != self.config.in_channels:
+            raise ValueError(
+                f"hidden_states has shape {tuple(latents.shape)}; expected [B, {self.config.in_channels}, F, H, W]"
+            )
+        for name, size, patch in zip("FHW", latents.shape[2:], self.config.patch_size, strict=True):
+            if size % patch or size < patch:
+                raise ValueError(
+                    f"latent {name} is {size}, which the patch size {patch} does not divide; the nearest sizes are "
+                    f"{max(size // patch, 1) * patch} and {(size // patch + 1) * patch}"
+                )
+        return tuple(size // patch for size, patch in zip(latents.shape[2:], self.config.patch_size, strict=True))
+
+    def _patchify(self, latents: torch.Tensor) -> torch.Tensor:
+        """[B, C, F, H, W] → [B, S, C · patch], channel outermost, as the convolution's kernel is stored."""
+        pt, ph, pw = self.config.patch_size
+        x = latents.unflatten(4, (-1, pw)).unflatten(3, (-1, ph)).unflatten(2, (-1, pt))
+        return x.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+
+    def _unpatchify(self, x: torch.Tensor, frames: int, height: int, width: int) -> torch.Tensor:
+        """[B, S, patch · C], channel innermost, → [B, C, F, H, W]."""
+        pt, ph, pw = self.config.patch_size
+        x = x.unflatten(2, (pt, ph, pw, -1)).unflatten(1, (frames, height, width))
+        return x.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+def _is_fp32(name: str) -> bool:
+    return any(part in name for part in FP32_PARAMETERS)
+
+
+def _add_gated(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x + update · gate in fp32, in x's dtype. x, update [B, S, D]; gate fp32 [B or 1, S or 1, D]."""
+    return torch.addcmul(x.float(), update.float(), gate).to(x.dtype)

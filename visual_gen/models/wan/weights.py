@@ -1,0 +1,93 @@
+"""From diffusers' tensor names to this model's fused parameters, with every mismatch an error that names the tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from visual_gen.checkpoint import WeightFiles
+
+# Published image-to-video checkpoints carry this norm, which Wan's forward never uses.
+UNUSED_SUFFIX = ".norm_added_q.weight"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a source tensor goes: rows [start, start + rows) of a parameter."""
+
+    parameter: str
+    start: int
+    rows: int
+    shape: tuple[int, ...]  # of the source tensor
+
+
+def source_slots(model: nn.Module) -> dict[str, Slot]:
+    """Source tensor name → its slot, for all parameters of a WanTransformer."""
+    slots: dict[str, Slot] = {}
+    for name, parameter in model.named_parameters():
+        sources = _sources(name)
+        rows = parameter.shape[0] // len(sources)
+        for i, source in enumerate(sources):
+            shape = (rows, *parameter.shape[1:])
+            if name.endswith("qk_norm_weight"):  # one row for each norm, a vector in the source
+                shape = shape[1:]
+            elif name == "patch_embedding.weight":  # a convolution whose kernel is its stride
+                shape = (rows, model.config.in_channels, *model.config.patch_size)
+            slots[source] = Slot(name, i * rows, rows, shape)
+    return slots
+
+
+def load_weights(model: nn.Module, files: WeightFiles) -> None:
+    """Copies a checkpoint's tensors into the model's parameters, which may be on any device and of another dtype.
+
+    One pass over memory-mapped files. Names and shapes are checked before the first copy: CheckpointError lists every
+    missing, unexpected and wrongly shaped tensor.
+    """
+    slots = source_slots(model)
+    expected = {name: slot.shape for name, slot in slots.items()}
+    unused = {name: shape for name, shape in files.shapes.items() if name.endswith(UNUSED_SUFFIX)}
+    files.check_names_and_shapes(expected | unused, type(model).__name__)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in files.tensors():
+            if name in unused:
+                continue
+            slot = slots[name]
+            target = parameters[slot.parameter][slot.start : slot.start + slot.rows]
+            target.copy_(tensor.reshape(target.shape))
+
+
+def _sources(name: str) -> list[str]:
+    """The source tensors that make up one parameter, in the order of its rows."""
+    for ours, theirs in _RENAMES:
+        name = name.replace(ours, theirs)
+    for fused, parts in _FUSED.items():
+        if fused in name:
+            return [name.replace(fused, part) for part in parts]
+    return [name]
+
+
+_RENAMES = (
+    ("time_embedding.proj.", "condition_embedder.time_proj."),
+    ("time_embedding.", "condition_embedder.time_embedder."),
+    ("text_embedding.", "condition_embedder.text_embedder."),
+    ("image_embedding.linear_1.", "condition_embedder.image_embedder.ff.net.0.proj."),
+    ("image_embedding.linear_2.", "condition_embedder.image_embedder.ff.net.2."),
+    ("image_embedding.", "condition_embedder.image_embedder."),
+    (".ffn.linear_1.", ".ffn.net.0.proj."),
+    (".ffn.linear_2.", ".ffn.net.2."),
+    (".to_out.", ".to_out.0."),
+    (".self_attn.", ".attn1."),
+    (".cross_text.", ".attn2."),
+    (".cross_image.to_kv.", ".attn2.to_added_kv."),
+    (".cross_image.qk_norm_weight", ".attn2.norm_added_k.weight"),
+)
+_FUSED = {
+    ".to_qkv.": (".to_q.", ".to_k.", ".to_v."),
+    ".to_kv.": (".to_k.", ".to_v."),
+    ".to_added_kv.": (".add_k_proj.", ".add_v_proj."),
+    ".qk_norm_weight": (".norm_q.weight", ".norm_k.weight"),
+}
+
