@@ -1,0 +1,87 @@
+"""Prompts on their way to text rows: cleaning, cut words, unknown words, and padding that is not computed."""
+
+import pytest
+import torch
+
+from visual_gen.pipelines.text import clean_prompt, encode, tokenize
+
+UNKNOWN = "zzyzx"
+
+
+@pytest.mark.parametrize(
+    "text, cleaned",
+    [
+        ("  a\tred \n circle  ", "a red circle"),
+        ("a &amp;amp; b &lt;c&gt;", "a & b <c>"),
+        ("cafÃ©", "café"),
+        ("", ""),
+    ],
+)
+def test_prompts_are_cleaned_as_diffusers_cleans_them(text, cleaned):
+    from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+    assert clean_prompt(text) == prompt_clean(text) == cleaned
+
+
+def test_the_empty_prompt_is_its_end_token(pipe):
+    assert tokenize(pipe.tokenizer, "", 48).ids == [pipe.tokenizer.eos_token_id]
+
+
+def test_tokens_are_those_of_the_tokenizers_own_truncation(pipe):
+    for text in ("a red circle", "a red circle moving left and up", UNKNOWN):
+        for length in (1, 2, 4, 64):
+            expected = pipe.tokenizer(text, truncation=True, max_length=length, padding=False).input_ids
+            assert tokenize(pipe.tokenizer, text, length).ids == expected
+
+
+def test_words_that_do_not_fit_are_named(pipe, generate):
+    tokens = tokenize(pipe.tokenizer, f"a red circle moving left {UNKNOWN}", 4)
+    assert tokens.cut == f"moving left {UNKNOWN}"
+    assert tokens.unknown == []  # what was cut is not also unknown
+    output = generate("a red circle moving left", max_sequence_length=4)
+    assert any("prompt is longer" in w and "'moving left'" in w for w in output.record.warnings)
+    assert output.record.prompt_tokens == [4]
+
+
+def test_a_prompt_that_just_fits_loses_nothing(pipe):
+    tokens = tokenize(pipe.tokenizer, "a red circle", 4)
+    assert tokens.cut == "" and len(tokens.ids) == 4
+
+
+def test_unknown_words_are_named_once_and_in_order(pipe, generate, caplog):
+    tokens = tokenize(pipe.tokenizer, f"a Qwerty circle {UNKNOWN} qwerty {UNKNOWN}", 48)
+    assert tokens.unknown == ["Qwerty", UNKNOWN, "qwerty"]
+    output = generate(["a red circle", f"a {UNKNOWN}"], negative_prompt="qwerty", seed=[0, 1])
+    warned = [warning for warning in output.record.warnings if "does not know" in warning]
+    assert [warning.split(" has ")[0] for warning in warned] == ["prompt 1", "negative prompt"]
+    assert repr(UNKNOWN) in warned[0]
+    assert warned[0] in caplog.messages
+
+
+def test_known_words_give_no_warning(generate):
+    assert not any("know" in warning for warning in generate("a Red circle").record.warnings)
+
+
+def test_rows_equal_the_padded_and_masked_computation_and_are_zero_past_their_length(pipe):
+    texts = ["a red circle moving left", "", "a star"]
+    rows = [tokenize(pipe.tokenizer, text, 16) for text in texts]
+    text = encode(pipe.text_encoder, rows, 16, torch.float32)
+    assert text.lens == [6, 1, 3]
+    padded = pipe.tokenizer(texts, padding="max_length", max_length=16, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        expected = pipe.text_encoder(padded.input_ids, padded.attention_mask).last_hidden_state
+    for hidden, row, length in zip(text.hidden, expected, text.lens, strict=True):
+        assert (hidden[:length] - row[:length]).abs().max() < 1e-5
+        assert not hidden[length:].any()
+
+
+def test_a_rows_bits_do_not_depend_on_its_neighbours(pipe):
+    rows = [tokenize(pipe.tokenizer, text, 16) for text in ("a star", "a red circle moving left")]
+    together = encode(pipe.text_encoder, rows, 16, torch.float32).hidden
+    alone = encode(pipe.text_encoder, rows[:1], 16, torch.float32).hidden
+    assert torch.equal(together[:1], alone)
+
+
+def test_a_text_length_without_room_for_the_end_token_is_refused(pipe):
+    with pytest.raises(ValueError, match="max_sequence_length is 0"):
+        tokenize(pipe.tokenizer, "a", 0)

@@ -1,0 +1,226 @@
+"""The parts of a Wan text-to-video pipeline, checked against one another and loaded from a diffusers-format folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan
+from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
+from transformers.utils import logging as transformers_logging
+
+from visual_gen.checkpoint import CheckpointError, WeightFiles, read_json
+from visual_gen.models.wan import WanTransformer
+from visual_gen.pipelines.cpu_conv import channels_innermost
+
+_NOT_SERVED = {
+    "WanImageToVideoPipeline": "Wan image-to-video, which this pipeline does not serve yet",
+    "WanVideoToVideoPipeline": "Wan video-to-video, which this pipeline does not serve",
+    "WanVACEPipeline": "Wan VACE (editing), which this pipeline does not serve",
+    "WanAnimatePipeline": "Wan Animate, which this pipeline does not serve",
+}
+STEM = "diffusion_pytorch_model"
+_COMPONENT_CLASSES = {
+    "text_encoder": ("UMT5EncoderModel",),
+    "transformer": ("WanTransformer3DModel",),
+    "vae": ("AutoencoderKLWan",),
+}
+
+
+@dataclass(frozen=True)
+class Components:
+    """What `load_components` loads. `transformer` is a WanTransformer, `text_encoder` transformers' UMT5EncoderModel,
+    `vae` diffusers' AutoencoderKLWan."""
+
+    tokenizer: Any
+    text_encoder: torch.nn.Module
+    transformer: torch.nn.Module
+    vae: torch.nn.Module
+
+
+def check_model_index(folder: Path) -> None:
+    """Raise CheckpointError unless `folder`/model_index.json describes a pipeline that WanPipeline serves."""
+    path = folder / "model_index.json"
+    if not path.exists():
+        beside = read_json(folder / "config.json").get("_class_name") if (folder / "config.json").exists() else None
+        found = f"; it holds a lone {beside}, so give the folder above it" if beside else ""
+        raise CheckpointError(
+            f"{path} is missing, so {folder} is no diffusers pipeline folder{found}: give a folder with "
+            "model_index.json, text_encoder, tokenizer, transformer, vae and scheduler"
+        )
+    index = read_json(path)
+    class_name = index.get("_class_name")
+    if class_name != "WanPipeline":
+        kind = _NOT_SERVED.get(class_name, f"a {class_name}, which is not a Wan text-to-video pipeline")
+        raise CheckpointError(
+            f"{path} has _class_name {class_name!r}: {kind}. WanPipeline serves folders of class 'WanPipeline' "
+            f"(Wan2.1-T2V-*-Diffusers, wan-shapes); diffusers.DiffusionPipeline.from_pretrained serves this one"
+        )
+    _refuse_wan22(folder, index)
+    for name, classes in _COMPONENT_CLASSES.items():
+        stored = (index.get(name) or [None, None])[1]
+        if stored not in classes:
+            raise CheckpointError(f"{path} names {stored!r} as {name}; a Wan pipeline needs {' or '.join(classes)}")
+
+
+def _refuse_wan22(folder: Path, index: dict) -> None:
+    path = folder / "model_index.json"
+    second = (index.get("transformer_2") or [None, None])[1] is not None or (folder / "transformer_2").is_dir()
+    if second or index.get("boundary_ratio") is not None:
+        why = "a second transformer" if second else f"boundary_ratio {index['boundary_ratio']}"
+        raise CheckpointError(
+            f"{path}: {folder} has {why} (two experts, as in Wan 2.2 A14B), which WanPipeline does not serve yet; "
+            "diffusers.WanPipeline does"
+        )
+    if index.get("expand_timesteps"):
+        raise CheckpointError(
+            f"{path} has expand_timesteps (one timestep per token, as in Wan 2.2 TI2V 5B), which WanPipeline does not "
+            "serve yet; diffusers.WanPipeline does"
+        )
+
+
+def check_geometry(folder: Path) -> None:
+    """Raise CheckpointError when a component's config is missing or the components' sizes do not fit one another."""
+    transformer, text, vae = (
+        read_json(folder / name / "config.json") for name in ("transformer", "text_encoder", "vae")
+    )
+    where = folder / "transformer" / "config.json"
+    for name, config, key in (("transformer", transformer, "_class_name"), ("vae", vae, "_class_name")):
+        if config.get(key) not in _COMPONENT_CLASSES[name]:
+            raise CheckpointError(
+                f"{folder / name / 'config.json'} has {key} {config.get(key)!r}; a Wan pipeline needs "
+                f"{_COMPONENT_CLASSES[name][0]!r}"
+            )
+    if transformer.get("image_dim") is not None or transformer.get("added_kv_proj_dim") is not None:
+        raise CheckpointError(f"{where} describes an image-to-video transformer, which WanPipeline does not serve yet")
+    pairs = (
+        ("text_dim", transformer.get("text_dim", 4096), "text_encoder's d_model", text.get("d_model")),
+        ("in_channels", transformer.get("in_channels", 16), "vae's z_dim", vae.get("z_dim", 16)),
+        ("out_channels", transformer.get("out_channels", 16), "vae's z_dim", vae.get("z_dim", 16)),
+    )
+    for key, value, other, other_value in pairs:
+        if value != other_value:
+            raise CheckpointError(
+                f"{where} has {key} {value}, but the {other} is {other_value}: these folders do not belong together; "
+                "download the checkpoint again"
+            )
+    for key in ("latents_mean", "latents_std"):
+        if key in vae and len(vae[key]) != vae.get("z_dim", 16):
+            raise CheckpointError(
+                f"{folder / 'vae' / 'config.json'} has {len(vae[key])} {key} for {vae.get('z_dim', 16)} channels: "
+                "download it again"
+            )
+
+
+def load_tokenizer(folder: Path, vocab_size: int) -> Any:
+    """The tokenizer of `folder`, a fast one whose ids all fit the text encoder's `vocab_size`."""
+    if not folder.is_dir():
+        raise CheckpointError(f"folder {folder} is missing: download the checkpoint again, with this folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} holds no tokenizer that loads ({error}): download it again") from error
+    if not tokenizer.is_fast:
+        raise CheckpointError(
+            f"{folder} holds a slow tokenizer, which cannot say where a token lies in the prompt: save it with a "
+            "tokenizer.json (transformers' fast format)"
+        )
+    if len(tokenizer) > vocab_size:
+        raise CheckpointError(
+            f"{folder} has {len(tokenizer)} tokens, but the text encoder only {vocab_size}: these folders do not "
+            "belong together; download the checkpoint again"
+        )
+    return tokenizer
+
+
+def load_text_encoder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """transformers' UMT5EncoderModel with every tensor from the files: transformers itself fills a missing one with
+    random numbers and only logs it, so names and shapes are compared first."""
+    weights = WeightFiles.open(folder, stem="model")
+    config = UMT5Config.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        empty = UMT5EncoderModel(config)
+    expected = _shapes(empty)
+    tied = _tied_names(empty)
+    for group in tied:  # tied tensors may be stored under any one of their names
+        if present := [name for name in group if name in weights.shapes]:
+            for name in set(group) - set(present):
+                expected.pop(name)
+        else:
+            for name in group[1:]:
+                expected.pop(name)
+    # a whole T5 was saved: transformers leaves its decoder aside, and so may we
+    stored = {name: shape for name, shape in weights.shapes.items() if not name.startswith(("decoder.", "lm_head."))}
+    WeightFiles(weights.files, stored, weights.dtypes).check_names_and_shapes(expected, "UMT5EncoderModel")
+    with _quiet_transformers():
+        return UMT5EncoderModel.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
+
+
+def load_vae(folder: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """diffusers' AutoencoderKLWan with every tensor from the files, in `dtype` on `device`."""
+    weights = WeightFiles.open(folder)
+    with torch.device("meta"):
+        vae = AutoencoderKLWan.from_config(read_json(folder / "config.json"))
+    weights.check_names_and_shapes(_shapes(vae), "AutoencoderKLWan")
+    # copies, so that no parameter lies in the memory-mapped file
+    state = {name: tensor.to(dtype=dtype, copy=True) for name, tensor in weights.tensors(device)}
+    vae.load_state_dict(state, assign=True)
+    if device.type == "cpu":
+        channels_innermost(vae)
+    return vae.requires_grad_(False).eval()
+
+
+def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _tied_names(model: torch.nn.Module) -> list[list[str]]:
+    """Groups of names that transformers ties to one tensor, the source first."""
+    groups: dict[str, list[str]] = {}
+    for name, source in model.all_tied_weights_keys.items():
+        groups.setdefault(source, [source]).append(name)
+    return list(groups.values())
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bar of transformers' own beside ours."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def load_components(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    vae_dtype: torch.dtype,
+    device: torch.device,
+    attention: Any,
+    part: Callable[[str], AbstractContextManager[None]],
+) -> Components:
+    """Check that the folder's parts fit together and that no weight file is damaged, then load each part once, inside
+    `part(name)`."""
+    check_geometry(folder)
+    for name, stem in (("text_encoder", "model"), ("transformer", STEM), ("vae", STEM)):
+        WeightFiles.open(folder / name, stem=stem)
+    with part("tokenizer"):
+        vocab_size = read_json(folder / "text_encoder" / "config.json")["vocab_size"]
+        tokenizer = load_tokenizer(folder / "tokenizer", vocab_size)
+    with part("text encoder"):
+        text_encoder = load_text_encoder(folder / "text_encoder", dtype=dtype, device=device)
+    with part("VAE"):
+        vae = load_vae(folder / "vae", dtype=vae_dtype, device=device)
+    with part("transformer"):
+        transformer = WanTransformer.from_pretrained(
+            folder / "transformer", dtype=dtype, device=device, attention=attention
+        )
+    return Components(tokenizer, text_encoder, transformer, vae)

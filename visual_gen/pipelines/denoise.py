@@ -1,0 +1,113 @@
+"""The denoising loop of Wan: classifier-free guidance in one forward or two, text K/V made once, no host sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from visual_gen.pipelines.errors import GenerationError
+from visual_gen.pipelines.text import TextRows
+
+StepCallback = Callable[[int, torch.Tensor, dict[str, torch.Tensor]], dict[str, torch.Tensor] | None]
+
+
+class GuidedModel:
+    """Predicted flow of a WanTransformer for latents, with the text's keys and values projected at construction.
+
+    `text` holds a row for each prompt, `negative` one for each negative prompt, or None: no guidance.
+    batched: both branches in one forward, rows [prompts; negative prompts]; else one forward each.
+    """
+
+    def __init__(
+        self,
+        transformer: torch.nn.Module,
+        text: TextRows,
+        negative: TextRows | None,
+        guidance_scale: float,
+        *,
+        batched: bool,
+    ) -> None:
+        self._transformer = transformer
+        self._guidance_scale = guidance_scale
+        self._guided = negative is not None
+        if negative is not None and batched:
+            groups = [TextRows(torch.cat([text.hidden, negative.hidden]), text.lens + negative.lens)]
+        else:
+            groups = [text] if negative is None else [text, negative]
+        self._text_kvs = [transformer.project_text(rows.hidden, rows.lens) for rows in groups]
+        self.forwards = 0
+
+    def __call__(self, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        """fp32 flow for fp32 latents [B, C, F, H, W] at the 0-dimensional `timestep`."""
+        one_forward = self._guided and len(self._text_kvs) == 1
+        x = latents.to(self._transformer.dtype)
+        x = torch.cat([x, x]) if one_forward else x
+        flows = [self._transformer(x, timestep.expand(x.shape[0]), text_kv=kv) for kv in self._text_kvs]
+        self.forwards += len(flows)
+        # Guidance amplifies rounding: its difference is taken in fp32 whatever the model's dtype.
+        flows = [flow.float() for flow in flows]
+        if not self._guided:
+            return flows[0]
+        cond, uncond = flows[0].chunk(2) if one_forward else flows
+        return torch.sub(cond, uncond).mul_(self._guidance_scale).add_(uncond)
+
+
+@torch.inference_mode()
+def denoise(
+    model: GuidedModel,
+    scheduler: Any,
+    latents: torch.Tensor,
+    *,
+    on_step: Callable[[], None],
+    callback: StepCallback | None = None,
+) -> torch.Tensor:
+    """Run all of `scheduler`'s timesteps, which are set, from the noise `latents`; fp32 latents.
+
+    `on_step` is called before each step and once after the last. On the CPU a step that gives NaN or infinity raises
+    GenerationError at once; on a device the flags stay there and are read after the loop, so that no step waits.
+    """
+    scheduler.set_begin_index(0)  # else the scheduler searches its timesteps on the device
+    timesteps = scheduler.timesteps
+    host_timesteps = timesteps.tolist()
+    steps = len(host_timesteps)
+    at_once = latents.device.type == "cpu"
+    finite = torch.ones(steps, latents.shape[0], dtype=torch.bool, device=latents.device)
+    shape = latents.shape
+    for i in range(steps):
+        on_step()
+        flow = model(latents, timesteps[i])
+        latents = scheduler.step(flow, timesteps[i], latents, return_dict=False)[0]
+        if callback is not None:
+            latents = _called_back(callback, i, timesteps[i], latents, shape)
+        torch.all(torch.isfinite(latents).flatten(1), dim=1, out=finite[i])
+        if at_once:
+            check_finite(finite[: i + 1], host_timesteps)
+    on_step()
+    check_finite(finite, host_timesteps)
+    return latents
+
+
+def _called_back(
+    callback: StepCallback, step: int, timestep: torch.Tensor, latents: torch.Tensor, shape: torch.Size
+) -> torch.Tensor:
+    latents = (callback(step, timestep, {"latents": latents}) or {}).get("latents", latents)
+    if not isinstance(latents, torch.Tensor) or latents.shape != shape:
+        found = list(latents.shape) if isinstance(latents, torch.Tensor) else repr(latents)
+        raise ValueError(f"callback_on_step_end gave latents {found}; they must be a tensor of shape {list(shape)}")
+    return latents.float()
+
+
+def check_finite(finite: torch.Tensor, host_timesteps: list[float]) -> None:
+    """`finite` [steps, rows] on any device; raises GenerationError naming the first step and rows that are not."""
+    flags = finite.tolist()
+    for i, rows in enumerate(flags):
+        if not all(rows):
+            bad = ", ".join(str(row) for row, good in enumerate(rows) if not good)
+            raise GenerationError(
+                f"denoising step {i + 1} of {len(host_timesteps)} (timestep {host_timesteps[i]:g}) gave NaN or "
+                f"infinity for prompt(s) {bad}: the weights or the latents are damaged, or the dtype overflows (try "
+                "torch.bfloat16 or torch.float32)",
+                step=i + 1,
+            )

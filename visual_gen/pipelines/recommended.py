@@ -1,0 +1,40 @@
+"""What a checkpoint was trained for, from its `recommended.json`, and warnings where a call leaves it.
+
+All keys are optional: sizes, a list of [height, width]; num_frames, a list; max_sequence_length, [lowest, highest];
+num_inference_steps, guidance_scale and flow_shift, one number each, for people and programs that look for settings.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from visual_gen.checkpoint import read_json
+
+FILE_NAME = "recommended.json"
+
+
+def read_recommended(folder: Path) -> dict[str, Any]:
+    """The file's content; empty where a checkpoint has none."""
+    path = folder / FILE_NAME
+    return read_json(path) if path.exists() else {}
+
+
+def recommended_warnings(
+    recommended: dict[str, Any], *, height: int, width: int, num_frames: int, max_sequence_length: int
+) -> list[str]:
+    """One sentence for each setting outside what the checkpoint is known to do well."""
+    found = []
+    sizes, counts, lengths = (recommended.get(key) for key in ("sizes", "num_frames", "max_sequence_length"))
+    if sizes and [height, width] not in sizes:
+        known = ", ".join(f"{h}x{w}" for h, w in sizes)
+        found.append(f"height x width {height}x{width} is none of this checkpoint's sizes ({known}): it may fail there")
+    if counts and num_frames not in counts:
+        known = ", ".join(map(str, counts))
+        found.append(f"num_frames {num_frames} is none of this checkpoint's frame counts ({known}): it may fail there")
+    if lengths and not lengths[0] <= max_sequence_length <= lengths[1]:
+        found.append(
+            f"max_sequence_length {max_sequence_length} is outside this checkpoint's {lengths[0]} to {lengths[1]}, and "
+            "it attends to the padding: it may fail there"
+        )
+    return found

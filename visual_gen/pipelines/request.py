@@ -1,0 +1,170 @@
+"""One call of a Wan pipeline, checked before any work: every value that cannot be served is a ValueError."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CFG_MODES = ("batched", "sequential")
+OUTPUT_TYPES = ("np", "pil", "pt", "latent")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How pixels and frames become latents and tokens."""
+
+    spatial_scale: int
+    temporal_scale: int
+    patch_size: tuple[int, int, int]
+    channels: int
+    max_positions: int
+
+    def latent_shape(self, batch: int, num_frames: int, height: int, width: int) -> tuple[int, int, int, int, int]:
+        """[B, C, F, H, W] of the latents. Raises ValueError on a size that scale and patch do not divide, with the
+        nearest that they do, and on one beyond the positions that the model knows."""
+        sizes = {"num_frames": num_frames, "height": height, "width": width}
+        scales = (self.temporal_scale, self.spatial_scale, self.spatial_scale)
+        latents = []
+        for (name, value), scale, patch in zip(sizes.items(), scales, self.patch_size, strict=True):
+            multiple = scale * patch
+            # the first frame is a latent frame of its own
+            offset = 1 + scale * (patch - 1) - multiple if name == "num_frames" else 0
+            _check_divisible(name, value, multiple, offset)
+            latent = (value - 1) // scale + 1 if name == "num_frames" else value // scale
+            if latent // patch > self.max_positions:
+                raise ValueError(
+                    f"{name} is {value}, {latent // patch} positions of the transformer, which knows "
+                    f"{self.max_positions} (rope_max_seq_len): at most {self.max_positions * multiple + offset}"
+                )
+            latents.append(latent)
+        return (batch, self.channels, *latents)
+
+
+def _check_divisible(name: str, value: Any, multiple: int, offset: int) -> None:
+    """`value` must be k · multiple + offset for some k >= 1."""
+    rule = f"a multiple of {multiple}" if not offset else f"{multiple} · k + {(offset - 1) % multiple + 1}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} is {value!r}; it must be an integer, {rule}")
+    lowest = multiple + offset
+    below = (value - offset) // multiple * multiple + offset
+    if value < lowest:
+        raise ValueError(f"{name} is {value}; it must be {rule}, and {lowest} is the smallest")
+    if below != value:
+        raise ValueError(f"{name} is {value}; it must be {rule}: the nearest are {below} and {below + multiple}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one call asks for. `negative_prompts` is empty where guidance runs no second branch."""
+
+    prompts: list[str]
+    negative_prompts: list[str]
+    latent_shape: tuple[int, int, int, int, int]
+    num_inference_steps: int
+    guidance_scale: float
+    max_sequence_length: int
+    cfg: str
+    output_type: str
+
+    @property
+    def guided(self) -> bool:
+        return self.guidance_scale > 1
+
+
+def check_request(
+    geometry: Geometry,
+    *,
+    prompt: str | Sequence[str],
+    negative_prompt: str | Sequence[str] | None,
+    height: int,
+    width: int,
+    num_frames: int,
+    num_inference_steps: int,
+    guidance_scale: float,
+    max_sequence_length: int,
+    cfg: str,
+    output_type: str,
+    callback_on_step_end: Callable | None,
+) -> Request:
+    """The call as a Request. Raises ValueError naming the argument, its value and what would do."""
+    prompts = [prompt] if isinstance(prompt, str) else _texts("prompt", prompt)
+    if not prompts:
+        raise ValueError("prompt is an empty list; give at least one text ('' is the unconditional one)")
+    latent_shape = geometry.latent_shape(len(prompts), num_frames, height, width)
+    _check_positive("num_inference_steps", num_inference_steps)
+    _check_positive("max_sequence_length", max_sequence_length)
+    if isinstance(guidance_scale, bool) or not isinstance(guidance_scale, int | float):
+        raise ValueError(f"guidance_scale is {guidance_scale!r}; it must be a number, 0 or above")
+    if not math.isfinite(guidance_scale) or guidance_scale < 0:
+        raise ValueError(
+            f"guidance_scale is {guidance_scale}; it must be finite and 0 or above (up to 1: no guidance; Wan: 5)"
+        )
+    for name, value, allowed in (("cfg", cfg, CFG_MODES), ("output_type", output_type, OUTPUT_TYPES)):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+    if callback_on_step_end is not None and not callable(callback_on_step_end):
+        raise ValueError(f"callback_on_step_end is {callback_on_step_end!r}; it must be callable, or None")
+    negative_prompts = _negative_prompts(negative_prompt, len(prompts))
+    return Request(
+        prompts,
+        negative_prompts if guidance_scale > 1 else [],
+        latent_shape,
+        num_inference_steps,
+        float(guidance_scale),
+        max_sequence_length,
+        cfg,
+        output_type,
+    )
+
+
+def _negative_prompts(negative_prompt: str | Sequence[str] | None, batch: int) -> list[str]:
+    if negative_prompt is None or isinstance(negative_prompt, str):
+        return [negative_prompt or ""] * batch
+    negative_prompts = _texts("negative_prompt", negative_prompt)
+    if len(negative_prompts) != batch:
+        raise ValueError(
+            f"negative_prompt has {len(negative_prompts)} texts for {batch} prompt(s); give one text for all, or one "
+            "for each"
+        )
+    return negative_prompts
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} is {value!r} ({type(value).__name__}); it must be a text or a list of texts")
+    for i, text in enumerate(value):
+        if not isinstance(text, str):
+            raise ValueError(f"{name}[{i}] is {text!r} ({type(text).__name__}); it must be a text")
+    return list(value)
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+
+
+def check_generators(
+    generator: torch.Generator | Sequence[torch.Generator] | None, batch: int, device: torch.device
+) -> None:
+    """Raise ValueError unless `generator` is None, one Generator, or one for each of `batch` prompts, all of which can
+    draw for `device`."""
+    if generator is None:
+        return
+    generators = [generator] if isinstance(generator, torch.Generator) else generator
+    if not isinstance(generators, list | tuple) or not all(isinstance(g, torch.Generator) for g in generators):
+        raise ValueError(
+            f"generator is {generator!r}; it must be a torch.Generator, or a list with one for each prompt"
+        )
+    if generators is generator and len(generators) != batch:
+        raise ValueError(
+            f"generator has {len(generators)} generators for {batch} prompt(s); give one for each, or a single one"
+        )
+    for g in generators:
+        if g.device.type not in ("cpu", device.type):
+            raise ValueError(f"a generator is on {g.device} and the pipeline on {device}; use one there or on the CPU")
+    if len({g.device.type for g in generators}) > 1:
+        raise ValueError("the generators are on different devices; put all of them on one")

@@ -1,0 +1,109 @@
+"""Prompts → the rows of text that a Wan transformer attends to, and what was lost on the way."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ftfy
+import torch
+
+# A warning lists at most this many words.
+_MAX_LISTED_WORDS = 12
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """hidden [rows, text length, text_dim], zeros past each row's length; lens, real tokens of each row, end token
+    included."""
+
+    hidden: torch.Tensor
+    lens: list[int]
+
+
+@dataclass(frozen=True)
+class TokenizedText:
+    """ids of one prompt, the end token included; `cut` is the text that did not fit, `unknown` the words that the
+    tokenizer has no entry for."""
+
+    ids: list[int]
+    cut: str
+    unknown: list[str]
+
+
+def clean_prompt(text: str) -> str:
+    """Mend broken Unicode, resolve HTML entities (doubly escaped ones too) and reduce white space to single blanks,
+    as Wan's training captions were."""
+    return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
+
+
+def tokenize(tokenizer: Any, text: str, max_sequence_length: int) -> TokenizedText:
+    """Tokens of the cleaned `text`, at most `max_sequence_length` of them with the end token."""
+    text = clean_prompt(text)
+    encoded = tokenizer(
+        text,
+        add_special_tokens=True,
+        truncation=False,
+        padding=False,
+        return_offsets_mapping=True,
+        return_special_tokens_mask=True,
+        verbose=False,
+    )
+    ids, spans = encoded["input_ids"], encoded["offset_mapping"]
+    content = [i for i, special in enumerate(encoded["special_tokens_mask"]) if not special]
+    room = max_sequence_length - (len(ids) - len(content))
+    if room < 0:
+        raise ValueError(
+            f"max_sequence_length is {max_sequence_length}; this tokenizer's special tokens alone take "
+            f"{len(ids) - len(content)}"
+        )
+    kept, dropped = content[:room], content[room:]
+    cut = _from_word_start(text, spans[dropped[0]][0]) if dropped else ""
+    unknown = dict.fromkeys(text[slice(*spans[i])].strip() for i in kept if ids[i] == tokenizer.unk_token_id)
+    gone = set(dropped)
+    return TokenizedText([token for i, token in enumerate(ids) if i not in gone], cut, list(unknown))
+
+
+def _from_word_start(text: str, position: int) -> str:
+    start = text.rfind(" ", 0, position) + 1 if position < len(text) and not text[position].isspace() else position
+    return text[start:].strip()
+
+
+def text_warnings(what: str, tokens: TokenizedText, max_sequence_length: int) -> list[str]:
+    """One sentence for words that were cut from `what`, one for words that the model does not know."""
+    found = []
+    if tokens.cut:
+        words = tokens.cut.split()
+        listed = " ".join(words[:_MAX_LISTED_WORDS]) + (" …" if len(words) > _MAX_LISTED_WORDS else "")
+        found.append(
+            f"{what} is longer than the text length of {max_sequence_length} tokens: its last {len(words)} word(s) "
+            f"were cut: {listed!r}. Raise max_sequence_length or shorten it"
+        )
+    if tokens.unknown:
+        listed = ", ".join(repr(word) for word in tokens.unknown[:_MAX_LISTED_WORDS])
+        more = len(tokens.unknown) - _MAX_LISTED_WORDS
+        found.append(
+            f"{what} has words that this model does not know and cannot follow: {listed}"
+            + (f" and {more} more" if more > 0 else "")
+        )
+    return found
+
+
+@torch.inference_mode()
+def encode(
+    text_encoder: torch.nn.Module, rows: Sequence[TokenizedText], max_sequence_length: int, dtype: torch.dtype
+) -> TextRows:
+    """Hidden states of each row's real tokens, in `dtype`.
+
+    Every row is encoded alone and without padding: a padded token changes no real one (the encoder masks it), so the
+    padding would only be computed to be zeroed, and a row's values do not depend on the other rows.
+    """
+    device = text_encoder.device
+    width = text_encoder.config.d_model
+    hidden = torch.zeros(len(rows), max_sequence_length, width, dtype=dtype, device=device)
+    for row, tokens in zip(hidden, rows, strict=True):
+        ids = torch.tensor([tokens.ids], device=device)
+        row[: len(tokens.ids)] = text_encoder(ids, torch.ones_like(ids)).last_hidden_state[0]
+    return TextRows(hidden, [len(tokens.ids) for tokens in rows])
