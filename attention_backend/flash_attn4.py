@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -13,8 +12,6 @@ from attention_backend.kernel_probe import device_problem, import_problem, kerne
 from attention_backend.metadata import PackedKV, PaddedKV
 
 INSTALL = "pip install 'visual-gen[fa4]'"
-# Delete this line and its use in unavailable_reason once the gpu tests have passed on a device.
-NO_KERNEL_PATH = "its kernel path is written but has not passed the gpu tests on a device yet; use sdpa"
 COMPUTE_MAJORS = (9, 10)
 
 
@@ -52,7 +49,7 @@ class FlashAttention4Backend(AttentionBackend):
         problem = import_problem("flash_attn.cute")
         if problem:
             return f"{problem}; {INSTALL}"
-        return device_problem(COMPUTE_MAJORS) or NO_KERNEL_PATH
+        return device_problem(COMPUTE_MAJORS)
 
     @classmethod
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
@@ -66,13 +63,6 @@ class FlashAttention4Backend(AttentionBackend):
         if spec.head_dim not in head_dims:
             reasons.append(f"head_dim is {spec.head_dim}; it takes {limit}")
         return reasons
-
-    def forward(self, q, k, v, metadata=None, *, causal: bool = False, return_lse: bool = False):
-        if metadata is not None and torch.compiler.is_compiling():
-            # The kernel reads lengths from device tensors alone. The base class's checks read them on the host, and
-            # what a compiled graph has read there ties it to that layout: each layout would be compiled anew.
-            metadata = replace(metadata, **{name: None for name in ("kv_lens", "q_lens") if hasattr(metadata, name)})
-        return super().forward(q, k, v, metadata, causal=causal, return_lse=return_lse)
 
     def attend(self, q, k, v, metadata, *, causal: bool, return_lse: bool):
         call = (self.spec.softmax_scale, causal, return_lse)

@@ -218,6 +218,10 @@ def _check_capabilities(backend, q, k, v, metadata, causal: bool, return_lse: bo
 def _check_tensors(spec: AttentionSpec, q, k, v, metadata) -> None:
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share one dtype; they are {q.dtype}, {k.dtype} and {v.dtype}")
+    if q.dtype != spec.dtype:
+        raise ValueError(
+            f"q, k and v are {q.dtype}, the backend was selected for {spec.dtype}; cast them or select for {q.dtype}"
+        )
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device; they are on {q.device}, {k.device} and {v.device}")
     packed_q = metadata is not None and getattr(metadata, "cu_seqlens_q", None) is not None

@@ -44,9 +44,7 @@ class PackedKV:
     def check(self, q: torch.Tensor, k: torch.Tensor) -> None:
         batch = _check_q(self, q, self.cu_seqlens_kv.shape[0] - 1)
         _check_int32("cu_seqlens_kv", self.cu_seqlens_kv, (batch + 1,), q.device)
-        _check_lens("kv_lens", self.kv_lens, batch, self.max_seqlen_kv)
-        if self.kv_lens is not None and sum(self.kv_lens) > k.shape[0]:
-            raise ValueError(f"kv_lens sum to {sum(self.kv_lens)} but k, v have only {k.shape[0]} rows")
+        _check_lens("kv_lens", self.kv_lens, batch, self.max_seqlen_kv, max_total=k.shape[0])
 
     def signature(self) -> tuple:
         return ("packed", tuple(self.cu_seqlens_kv.shape), self.max_seqlen_kv, self.max_seqlen_q)
@@ -117,9 +115,7 @@ class AttentionMetadataState:
         self._entries: OrderedDict[tuple, object] = OrderedDict()
         self._current: dict[str, object] = {}
 
-    def padded_kv(
-        self, role: str, kv_lens: Sequence[int], max_seqlen_kv: int, device: torch.device | str
-    ) -> PaddedKV:
+    def padded_kv(self, role: str, kv_lens: Sequence[int], max_seqlen_kv: int, device: torch.device | str) -> PaddedKV:
         """Key lengths [B] over K/V padded to max_seqlen_kv rows."""
         lens = host_lens("kv_lens", kv_lens, max_seqlen_kv)
 
@@ -274,9 +270,17 @@ def _check_int32(name: str, x: torch.Tensor, shape: tuple[int, ...], device: tor
         )
 
 
-def _check_lens(name: str, lens: tuple[int, ...] | None, batch: int, max_len: int) -> None:
-    if lens is not None and (len(lens) != batch or max(lens) > max_len):
+def _check_lens(
+    name: str, lens: tuple[int, ...] | None, batch: int, max_len: int, max_total: int | None = None
+) -> None:
+    # A compiled graph is tied to every host value that it has read: lengths checked there would compile each layout.
+    if lens is None or torch.compiler.is_compiling():
+        return
+    if len(lens) != batch or max(lens) > max_len:
         raise ValueError(f"{name} is {lens}; expected {batch} lengths of at most {max_len}")
+    if max_total is not None and sum(lens) > max_total:
+        of = "q has" if name == "q_lens" else "k, v have only"
+        raise ValueError(f"{name} sum to {sum(lens)} but {of} {max_total} rows")
 
 
 def _check_q(metadata: PackedKV | PagedKV, q: torch.Tensor, batch: int) -> int:
@@ -288,7 +292,5 @@ def _check_q(metadata: PackedKV | PagedKV, q: torch.Tensor, batch: int) -> int:
     _check_int32("cu_seqlens_q", metadata.cu_seqlens_q, (batch + 1,), q.device)
     if metadata.max_seqlen_q is None:
         raise ValueError("cu_seqlens_q is given without max_seqlen_q; give an upper bound of the query lengths")
-    _check_lens("q_lens", metadata.q_lens, batch, metadata.max_seqlen_q)
-    if metadata.q_lens is not None and sum(metadata.q_lens) != q.shape[0]:
-        raise ValueError(f"q_lens sum to {sum(metadata.q_lens)} but q has {q.shape[0]} rows")
+    _check_lens("q_lens", metadata.q_lens, batch, metadata.max_seqlen_q, max_total=q.shape[0])
     return batch

@@ -1,0 +1,294 @@
+"""What reaches the kernel package and what comes back, with a stand-in on the CPU in the package's place."""
+
+import importlib
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from attention_backend import AttentionBackendError, AttentionMetadataState, AttentionSpec
+from attention_backend import flash_attn4_ops as ops
+from attention_backend.flash_attn4 import FlashAttention4Backend
+
+FORMS = ["dense", "padded", "packed", "packed_q", "paged", "paged_q"]
+Q_LENS, KV_LENS = [6, 6, 6], [8, 3, 0]
+
+
+class OnCPU(FlashAttention4Backend):
+    """The backend as it is, without what it says of devices and dtypes."""
+
+    unavailable_reason = classmethod(lambda cls: None)
+    unsupported_reasons = classmethod(lambda cls, spec: [])
+
+
+class Kernel:
+    """flash_attn.cute's two functions with the arguments that the project uses; keeps each call's arguments."""
+
+    def __init__(self, dense):
+        self.calls, self.dense, self.result = [], dense, lambda out, lse: (out, lse)
+
+    def flash_attn_func(self, q, k, v, *, softmax_scale, causal, num_splits, return_lse):
+        self.calls.append(dict(locals()))
+        pairs = list(zip(q, k, v, strict=True))
+        return self._answer(q, pairs, softmax_scale, causal, return_lse)
+
+    def flash_attn_varlen_func(
+        self,
+        q,
+        k,
+        v,
+        *,
+        softmax_scale,
+        causal,
+        num_splits,
+        return_lse,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        seqused_k=None,
+        page_table=None,
+    ):
+        self.calls.append(dict(locals()))
+        qs = list(q) if cu_seqlens_q is None else q.split(cu_seqlens_q.diff().tolist())
+        if cu_seqlens_k is not None:
+            lens = cu_seqlens_k.diff().tolist()
+            ks, vs = (x[: sum(lens)].split(lens) for x in (k, v))
+        else:
+            lens = seqused_k.tolist()
+            if page_table is not None:
+                k, v = (x[page_table.long()].flatten(1, 2) for x in (k, v))
+            ks, vs = ([x[b, :n] for b, n in enumerate(lens)] for x in (k, v))
+        assert max(lens) <= max_seqlen_k
+        return self._answer(q, list(zip(qs, ks, vs, strict=True)), softmax_scale, causal, return_lse)
+
+    def _answer(self, q, pairs, softmax_scale, causal, return_lse):
+        join = torch.stack if q.ndim == 4 else torch.cat
+        outs, lses = zip(*(self.dense(*pair, softmax_scale, causal) for pair in pairs), strict=True)
+        lse = (torch.stack(lses) if q.ndim == 4 else torch.cat(lses, dim=1)).float().contiguous()
+        return self.result(join(outs).to(q.dtype).contiguous(), lse if return_lse else None)
+
+
+@pytest.fixture
+def kernel(monkeypatch, oracle):
+    stand_in = Kernel(oracle)
+    monkeypatch.setattr(ops, "kernel_package", lambda: stand_in)
+    return stand_in
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def backend_for(case, scale=None):
+    spec = AttentionSpec(
+        "self",
+        case.q.shape[-2],
+        case.q.shape[-1],
+        case.q.dtype,
+        case.q.device,
+        num_kv_heads=case.k.shape[-2],
+        softmax_scale=scale,
+    )
+    return OnCPU(spec)
+
+
+def case_of(make_case, form, **options):
+    options = {"heads": 4, "kv_heads": 2, "poison": 1e4, **options}
+    return make_case(form, Q_LENS, [8, 8, 8] if form == "dense" else KV_LENS, **options)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_family_hands_its_lengths_scale_and_mask_to_the_kernel(make_case, check, kernel, form, causal, scale):
+    case = case_of(make_case, form)
+    check(case, causal=causal, scale=scale, backend=backend_for(case, scale))
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_that_make_a_row_independent_and_keep_padded_q_persistent(make_case, kernel, form, return_lse):
+    case = case_of(make_case, form)
+    backend_for(case).forward(case.q, case.k, case.v, case.metadata, return_lse=return_lse)
+    (call,) = kernel.calls
+    assert call["num_splits"] == 1 and call["return_lse"] is return_lse and call["causal"] is False
+    for name in ("q", "k", "v"):
+        assert call[name].data_ptr() == getattr(case, name).data_ptr()
+    if form == "dense":
+        return
+    metadata = case.metadata
+    assert call["max_seqlen_k"] == metadata.max_seqlen_kv
+    if form.endswith("_q"):
+        assert call["cu_seqlens_q"].data_ptr() == metadata.cu_seqlens_q.data_ptr()
+        assert call["max_seqlen_q"] == metadata.max_seqlen_q
+    else:
+        assert call["cu_seqlens_q"] is None and call["max_seqlen_q"] is None
+    given = {name for name in ("cu_seqlens_k", "seqused_k", "page_table") if call[name] is not None}
+    wanted = {"padded": {"seqused_k"}, "packed": {"cu_seqlens_k"}, "paged": {"page_table", "seqused_k"}}
+    assert given == wanted[form.removesuffix("_q")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "result", [lambda out, lse: out, lambda out, lse: (out, None), lambda out, lse: [out, lse, None]]
+)
+def test_returns_of_other_package_versions(make_case, kernel, form, result):
+    case = case_of(make_case, form)
+    backend = backend_for(case)
+    expected, expected_lse = backend.forward(case.q, case.k, case.v, case.metadata, return_lse=True)
+    kernel.result = result
+    out = backend.forward(case.q, case.k, case.v, case.metadata)
+    assert out.shape == case.q.shape and torch.equal(out, expected)
+    if isinstance(result(0, 1), list):
+        out, lse = backend.forward(case.q, case.k, case.v, case.metadata, return_lse=True)
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    else:
+        with pytest.raises(RuntimeError, match="asked for the LSE and returned none"):
+            backend.forward(case.q, case.k, case.v, case.metadata, return_lse=True)
+
+
+def test_views_of_a_fused_projection_reach_the_kernel_as_they_are(kernel):
+    qkv = torch.randn(2, 5, 3, 4, 16)
+    views = qkv.unbind(2)
+    OnCPU(AttentionSpec("self", 4, 16, torch.float32, "cpu")).forward(*views)
+    for name, view in zip("qkv", views, strict=True):
+        got = kernel.calls[0][name]
+        assert got.data_ptr() == view.data_ptr() and got.stride() == view.stride()
+
+
+def test_gradients_are_refused_rather_than_cut_off(make_case, kernel):
+    case = case_of(make_case, "dense")
+    with pytest.raises(AttentionBackendError, match="inference-only and k require grad"):
+        backend_for(case).forward(case.q, case.k.requires_grad_(), case.v)
+    assert not kernel.calls
+
+
+def test_an_error_of_the_kernel_goes_up_and_the_next_call_uses_it_again(make_case, kernel):
+    case = case_of(make_case, "packed")
+    backend = backend_for(case)
+
+    def fail(out, lse):
+        raise torch.OutOfMemoryError("out of memory")
+
+    kernel.result, works = fail, kernel.result
+    with pytest.raises(torch.OutOfMemoryError):
+        backend.forward(case.q, case.k, case.v, case.metadata)
+    kernel.result = works
+    assert backend.forward(case.q, case.k, case.v, case.metadata).isfinite().all()
+    assert len(kernel.calls) == 2
+
+
+def operator_arguments(case, causal, return_lse):
+    """What the backend calls an operator with, by taking the operator's place."""
+    seen = []
+    names = ("dense", "padded", "packed", "paged")
+    originals = {name: getattr(ops, name) for name in names}
+    try:
+        for name in names:
+            setattr(ops, name, lambda *args, op=originals[name]: seen.append((op, args)) or op(*args))
+        backend_for(case).forward(case.q, case.k, case.v, case.metadata, causal=causal, return_lse=return_lse)
+    finally:
+        for name in names:
+            setattr(ops, name, originals[name])
+    (call,) = seen
+    return call
+
+
+@pytest.mark.parametrize("causal, return_lse", [(False, False), (True, True)])
+@pytest.mark.parametrize("form", FORMS)
+def test_operators_keep_torchs_contract(make_case, kernel, form, causal, return_lse):
+    """Schema, fake against real shapes, dtypes and strides, and tracing with dynamic shapes."""
+    case = case_of(make_case, form)
+    case.q = case.q.transpose(0, 1).contiguous().transpose(0, 1)  # the output is contiguous all the same
+    operator, args = operator_arguments(case, causal, return_lse)
+    # The oracle's order of additions differs between a traced and a plain call.
+    torch.library.opcheck(operator, args, atol=1e-5, rtol=0)
+
+
+class Block(torch.nn.Module):
+    """Cross-attention as a transformer block has it: projections, the backend, a residual."""
+
+    def __init__(self, backend, heads, head_dim):
+        super().__init__()
+        self.backend, self.heads = backend, heads
+        self.to_q = torch.nn.Linear(8, heads * head_dim)
+        self.to_out = torch.nn.Linear(heads * head_dim, 8)
+
+    def forward(self, x, k, v, metadata, return_lse):
+        q = self.to_q(x).unflatten(-1, (self.heads, -1))
+        result = self.backend.forward(q, k, v, metadata, return_lse=return_lse)
+        out, lse = result if return_lse else (result, None)
+        return x + self.to_out(out.flatten(2)), lse
+
+
+TEXT_LAYOUTS = [[12, 5], [7, 5], [3, 1], [12, 12], [0, 4]]
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("form, rows", [("padded", (2, 12)), ("packed", (24,))])
+def test_a_block_compiles_fullgraph_once_for_all_text_lengths(kernel, form, rows, return_lse):
+    """Entries of the model's state, host lengths and all; packed K/V in a buffer of fixed capacity."""
+    heads, head_dim, state = 2, 16, AttentionMetadataState()
+    block = Block(OnCPU(AttentionSpec("cross_text", heads, head_dim, torch.float32, "cpu")), heads, head_dim)
+    block.requires_grad_(False)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, backend=counter, fullgraph=True)
+    for seed, lens in enumerate(TEXT_LAYOUTS):
+        gen = torch.Generator().manual_seed(seed)
+        x = torch.randn(2, 6, 8, generator=gen)
+        k, v = (torch.randn(*rows, heads, head_dim, generator=gen) for _ in "kv")
+        if form == "padded":
+            metadata = state.padded_kv("cross_text", lens, 12, "cpu")
+        else:
+            metadata = state.packed_kv("cross_text", lens, "cpu", max_seqlen_kv=12)
+        got = compiled(x, k, v, metadata, return_lse)
+        expected = block(x, k, v, metadata, return_lse)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+    assert counter.frame_count == 1
+    assert len(kernel.calls) == 2 * len(TEXT_LAYOUTS)
+
+
+def test_packed_rows_without_a_fixed_buffer_compile_at_most_twice(kernel):
+    """The row count of K/V changes with the lengths: torch makes it dynamic when it sees the second."""
+    state, backend = AttentionMetadataState(), OnCPU(AttentionSpec("cross_text", 2, 16, torch.float32, "cpu"))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(backend.forward, backend=counter, fullgraph=True)
+    q = torch.randn(2, 6, 2, 16)
+    for lens in TEXT_LAYOUTS:
+        k, v = (torch.randn(sum(lens), 2, 16) for _ in "kv")
+        metadata = state.packed_kv("cross_text", lens, "cpu")
+        torch.testing.assert_close(compiled(q, k, v, metadata), backend.forward(q, k, v, metadata), atol=1e-5, rtol=0)
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("form", ["packed_q", "paged_q"])
+def test_packed_q_and_pages_compile_at_most_twice_for_all_lengths(make_case, kernel, form):
+    """Rows of K/V, pages and table widths differ in number: once as they are, then dynamic."""
+    counter, compiled = CompileCounterWithBackend("aot_eager"), None
+    for kv_lens in ([4, 4, 9], [9, 1, 7], [2, 9, 6], [30, 0, 17]):
+        case = make_case(form, [3, 9, 6], kv_lens, poison=1e4)
+        backend = backend_for(case)
+        compiled = compiled or torch.compile(backend.forward, backend=counter, fullgraph=True)
+        got = compiled(case.q, case.k, case.v, case.metadata)
+        expected = backend.forward(case.q, case.k, case.v, case.metadata)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+    assert counter.frame_count <= 2
+
+
+def test_operators_survive_a_reload_of_their_module(make_case, kernel, check):
+    case = case_of(make_case, "packed")
+    backend = backend_for(case)
+    try:
+        for _ in range(2):
+            importlib.reload(ops)
+            ops.kernel_package = lambda: kernel
+            check(case, backend=backend)
+            compiled = torch.compile(backend.forward, backend="aot_eager", fullgraph=True)
+            got = compiled(case.q, case.k, case.v, case.metadata)
+            torch.testing.assert_close(got, backend.forward(case.q, case.k, case.v, case.metadata), atol=1e-5, rtol=0)
+    finally:
+        importlib.reload(ops)

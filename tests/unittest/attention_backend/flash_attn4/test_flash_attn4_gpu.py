@@ -1,0 +1,210 @@
+"""FA4's values on a device: every family, boundary and zero lengths, grouped heads, views, splits of the keys.
+
+Each new combination of form, mask and LSE compiles a kernel (seconds), so the tests share a few: head_dim 128, with LSE
+unless said otherwise.
+"""
+
+import pytest
+import torch
+
+from attention_backend import AttentionMetadataState, AttentionSpec, merge_attention, select_backend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fa4_device")]
+
+DEVICE, DTYPE, HEAD_DIM = "cuda", torch.bfloat16, 128
+# Blocks of 128 tokens are the kernel's key tile and are read by TMA; all others are read by cp.async.
+FORMS = [("dense", 0), ("padded", 0), ("packed", 0), ("packed_q", 0), ("paged", 128), ("paged", 104), ("paged_q", 104)]
+BOUNDARIES = [1, 63, 64, 65, 127, 128, 129, 192, 256, 0, 300]
+
+
+def boundary_case(make_gpu_case, form, block_size, **options):
+    """Every boundary length as a key length, and as a query length where Q is packed."""
+    if form == "dense":
+        return make_gpu_case(form, [256] * 2, [300] * 2, **options)
+    q_lens = [300, *BOUNDARIES[:-1]] if form.endswith("_q") else [256] * len(BOUNDARIES)
+    return make_gpu_case(form, q_lens, BOUNDARIES, block_size=block_size, **options)
+
+
+def plain_bf16(q, k, v, scale, causal=False):
+    """The plain low-precision computation: q [Sq, H, D], k and v [Skv, Hkv, D], every step rounded to their dtype."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
+    scores = scale * (q @ k.transpose(1, 2))
+    if causal:
+        visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(k.shape[1] - q.shape[1])
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return (torch.softmax(scores, dim=-1).nan_to_num(0.0) @ v).transpose(0, 1)
+
+
+@pytest.fixture
+def check_sequence(oracle):
+    """One sequence: at most twice the error of the plain computation in bf16, or one rounding of the result."""
+
+    def run(what, q, k, v, scale, causal, out, lse=None):
+        expected, expected_lse = oracle(q, k, v, scale, causal)
+        if lse is not None:
+            torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=0, msg=lambda m: f"{what} LSE: {m}")
+        if out.numel() == 0:
+            return
+        limit = 2 * (plain_bf16(q, k, v, scale, causal) - expected).abs().max().item()
+        limit = max(limit, torch.finfo(DTYPE).eps / 2 * expected.abs().max().item())
+        error = (out.double() - expected).abs().max().item()
+        assert error <= limit, f"{what}: off by {error}, limit {limit}"  # false for NaN too
+
+    return run
+
+
+@pytest.fixture
+def check_case(check_sequence):
+    def run(case, *, causal=False, scale=None, return_lse=True):
+        backend = case.backend(name="flash_attn4", scale=scale)
+        result = backend.forward(case.q, case.k, case.v, case.metadata, causal=causal, return_lse=return_lse)
+        out, lse = result if return_lse else (result, None)
+        assert out.shape == case.q.shape and out.dtype == case.q.dtype and out.is_contiguous()
+        parts = case.split(out, lse) if return_lse else [(part, None) for part in case.split(out)]
+        for b, ((q, k, v), (out_b, lse_b)) in enumerate(zip(case.sequences, parts, strict=True)):
+            check_sequence(f"sequence {b} of {len(k)} keys", q, k, v, backend.spec.softmax_scale, causal, out_b, lse_b)
+        return out, lse
+
+    return run
+
+
+@pytest.mark.parametrize("form, block_size", FORMS)
+def test_every_family_at_boundary_lengths(make_gpu_case, check_case, form, block_size):
+    _, lse = check_case(boundary_case(make_gpu_case, form, block_size))
+    assert lse.dtype == torch.float32 and lse.is_contiguous()
+
+
+@pytest.mark.parametrize("form, block_size", [row for row in FORMS if row != ("paged", 128)])
+def test_every_family_without_lse(make_gpu_case, check_case, form, block_size):
+    check_case(boundary_case(make_gpu_case, form, block_size), return_lse=False)
+
+
+@pytest.mark.parametrize("form, block_size", [("dense", 0), ("padded", 0), ("packed_q", 0), ("paged", 104)])
+def test_causal_aligns_bottom_right_with_grouped_heads(make_gpu_case, check_case, form, block_size):
+    """Queries outnumber the keys of most sequences: their first rows see none, and give 0 and -inf."""
+    out, lse = check_case(boundary_case(make_gpu_case, form, block_size, heads=8, kv_heads=2), causal=True)
+    blind = torch.isneginf(lse)
+    assert out.transpose(-3, -2)[blind].eq(0).all()
+    assert form == "dense" or blind.any()
+
+
+def test_three_query_heads_to_a_group(make_gpu_case, check_case):
+    check_case(make_gpu_case("packed", [200] * 2, [130, 7], heads=6, kv_heads=2))
+
+
+@pytest.mark.parametrize("seqlen", BOUNDARIES[:9])
+def test_dense_at_boundary_lengths(make_gpu_case, check_case, seqlen):
+    check_case(make_gpu_case("dense", [seqlen] * 2, [seqlen] * 2))
+
+
+@pytest.mark.parametrize("form, block_size", FORMS[:6])
+def test_softmax_scale(make_gpu_case, check_case, form, block_size):
+    case = make_gpu_case(form, [150] * 2, [140] * 2 if form == "dense" else [140, 9], block_size=block_size)
+    check_case(case, scale=0.02)
+    check_case(case, scale=0.5)
+
+
+@pytest.mark.parametrize("form, block_size", FORMS[1:])
+def test_no_keys_at_all_gives_zeros_and_minus_inf(make_gpu_case, check_case, form, block_size):
+    q_lens = [150, 3] if form.endswith("_q") else [150] * 2
+    out, lse = check_case(make_gpu_case(form, q_lens, [0, 0], block_size=block_size))
+    assert out.eq(0).all() and torch.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_720p_queries_over_a_long_and_a_short_prompt(check_sequence, form):
+    """Wan 14B at 720p: 75 600 queries, 40 heads, 500 and 5 text rows."""
+    num_heads, num_queries, kv_lens, capacity = 40, 75600, [500, 5], 512
+    gen = torch.Generator(DEVICE).manual_seed(0)
+
+    def rand(*shape):
+        return torch.randn(*shape, num_heads, HEAD_DIM, generator=gen, device=DEVICE, dtype=DTYPE)
+
+    q, state = rand(2, num_queries), AttentionMetadataState()
+    if form == "padded":
+        k, v = rand(2, capacity), rand(2, capacity)
+        metadata = state.padded_kv("cross_text", kv_lens, capacity, q.device)
+        keys, values = ([x[b, :n] for b, n in enumerate(kv_lens)] for x in (k, v))
+    else:
+        k, v = rand(sum(kv_lens)), rand(sum(kv_lens))
+        metadata = state.packed_kv("cross_text", kv_lens, q.device)
+        keys, values = (x.split(kv_lens) for x in (k, v))
+    backend = select_backend("flash_attn4", AttentionSpec("cross_text", num_heads, HEAD_DIM, DTYPE, DEVICE))
+    out, lse = backend.forward(q, k, v, metadata, return_lse=True)
+    for b in range(2):
+        for head in range(0, num_heads, 4):  # the oracle's scores in fp64 would not fit for all heads
+            some = slice(head, head + 4)
+            part = (x[:, some] for x in (q[b], keys[b], values[b]))
+            scale = backend.spec.softmax_scale
+            check_sequence(f"sequence {b} heads {some}", *part, scale, False, out[b][:, some], lse[b, some])
+
+
+VIEWS = {
+    "fused QKV": lambda x: torch.stack([torch.zeros_like(x), x, torch.ones_like(x)], dim=2)[:, :, 1],
+    "heads outside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "one sequence for all": lambda x: x[:1].expand_as(x),
+    "last stride 2": lambda x: torch.stack([x, torch.zeros_like(x)], dim=-1).flatten(-2)[..., ::2],
+    "address off by one element": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x),
+    "rows of 130": lambda x: torch.nn.functional.pad(x, (0, 2))[..., :HEAD_DIM],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_give_what_their_copies_give_and_are_copied_only_where_they_must(make_gpu_case, name):
+    case = make_gpu_case("dense", [4096] * 2, [4096] * 2)
+    backend = case.backend(name="flash_attn4")
+    views = [VIEWS[name](x) for x in (case.q, case.k, case.v)]
+    expected = backend.forward(*(x.contiguous() for x in views))
+    backend.forward(*views)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = backend.forward(*views)
+    grown = torch.cuda.max_memory_allocated() - before
+    torch.testing.assert_close(out, expected, atol=torch.finfo(DTYPE).eps * expected.abs().max().item(), rtol=0)
+    if name in ("fused QKV", "heads outside", "one sequence for all"):
+        assert grown < 1.5 * out.nbytes, f"{grown} bytes for an output of {out.nbytes}"
+
+
+@pytest.mark.parametrize("form, block_size", FORMS[1:])
+def test_a_sequence_of_a_batch_equals_its_own_run_bit_for_bit(make_gpu_case, form, block_size):
+    q_lens = [300, 200, 150] if form.endswith("_q") else [300] * 3
+    case = make_gpu_case(form, q_lens, [500, 5, 129], block_size=block_size)
+    backend = case.backend(name="flash_attn4")
+    together = case.split(*backend.forward(case.q, case.k, case.v, case.metadata, return_lse=True))
+    for b, (out_b, lse_b) in enumerate(together):
+        m = case.metadata
+        rows = case.q[b : b + 1]
+        fields = {"kv_lens": m.kv_lens[b : b + 1], "max_seqlen_kv": m.max_seqlen_kv}
+        if form.endswith("_q"):
+            rows = case.q[sum(q_lens[:b]) : sum(q_lens[: b + 1])]
+            fields |= {"cu_seqlens_q": torch.tensor([0, q_lens[b]], dtype=torch.int32, device=DEVICE)}
+            fields |= {"max_seqlen_q": m.max_seqlen_q, "q_lens": m.q_lens[b : b + 1]}
+        k, v = case.k, case.v
+        if form.startswith("packed"):
+            start = sum(m.kv_lens[:b])
+            k, v = (x[start : start + m.kv_lens[b]] for x in (k, v))
+            fields |= {"cu_seqlens_kv": torch.tensor([0, m.kv_lens[b]], dtype=torch.int32, device=DEVICE)}
+        else:
+            fields |= {"seqused_kv": m.seqused_kv[b : b + 1].clone()}
+        if form == "padded":
+            k, v = (x[b : b + 1] for x in (k, v))
+        elif form.startswith("paged"):
+            fields |= {"block_table": m.block_table[b : b + 1], "block_size": m.block_size}
+        out, lse = backend.forward(rows, k, v, type(m)(**fields), return_lse=True)
+        out, lse = (out, lse) if form.endswith("_q") else (out[0], lse[0])
+        assert torch.equal(out, out_b) and torch.equal(lse, lse_b), f"sequence {b}"
+
+
+@pytest.mark.parametrize("split", [1, 127, 128, 250])
+def test_keys_split_in_two_merge_into_the_whole(make_gpu_case, check_sequence, split):
+    case = make_gpu_case("dense", [200] * 2, [300] * 2)
+    backend = case.backend(name="flash_attn4")
+    parts = [
+        backend.forward(case.q, case.k[:, rows], case.v[:, rows], return_lse=True)
+        for rows in (slice(None, split), slice(split, None))
+    ]
+    out, lse = merge_attention(*parts[0], *parts[1])
+    for b, (q, k, v) in enumerate(case.sequences):
+        check_sequence(f"sequence {b}", q, k, v, backend.spec.softmax_scale, False, out[b], lse[b])
