@@ -120,9 +120,7 @@ class Attention(nn.Module):
             self.backend = self._select(self._backend_name)
         return self
 
-    def forward(
-        self, x: torch.Tensor, kv: CrossKV | None = None, rotary: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, kv: CrossKV | None = None, rotary: torch.Tensor | None = None) -> torch.Tensor:
         """x [B, S, hidden_size] → [B, S, hidden_size].
 
         rotary: complex [S, 1, D / 2] for role "self" (None: no position). kv: the CrossKV of a "cross_text" site.

@@ -33,8 +33,17 @@ class WanConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch_size", tuple(self.patch_size))
-        for name in ("num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "text_dim", "freq_dim",
-                     "ffn_dim", "num_layers", "rope_max_seq_len"):
+        for name in (
+            "num_attention_heads",
+            "attention_head_dim",
+            "in_channels",
+            "out_channels",
+            "text_dim",
+            "freq_dim",
+            "ffn_dim",
+            "num_layers",
+            "rope_max_seq_len",
+        ):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be an integer of at least 1")
         if len(self.patch_size) != 3 or min(self.patch_size) < 1:
@@ -94,7 +103,6 @@ class WanConfig:
             raise ValueError(f"{path}: {error}") from error
 
 
-
 # Source: the config.json files of the Wan-AI/*-Diffusers repositories.
 WAN_PRESETS: dict[str, WanConfig] = {
     "wan2.1-t2v-1.3b": WanConfig(num_attention_heads=12, ffn_dim=8960, num_layers=30),
@@ -103,7 +111,5 @@ WAN_PRESETS: dict[str, WanConfig] = {
     "wan2.1-flf2v-14b": WanConfig(in_channels=36, image_dim=1280, added_kv_proj_dim=5120, pos_embed_seq_len=514),
     "wan2.2-t2v-a14b": WanConfig(),
     "wan2.2-i2v-a14b": WanConfig(in_channels=36),
-    "wan2.2-ti2v-5b": WanConfig(
-        num_attention_heads=24, in_channels=48, out_channels=48, ffn_dim=14336, num_layers=30
-    ),
+    "wan2.2-ti2v-5b": WanConfig(num_attention_heads=24, in_channels=48, out_channels=48, ffn_dim=14336, num_layers=30),
 }

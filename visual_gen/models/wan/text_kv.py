@@ -26,4 +26,6 @@ class TextKV:
     def num_bytes(self) -> int:
         """Bytes of all keys and values."""
         layers = (*self.text, *(self.image or ()))
-        return sum(x.numel() * x.element_size() for kv in layers for x in (kv.k, kv.v, kv.k_pad, kv.v_pad) if x is not None)
+        return sum(
+            x.numel() * x.element_size() for kv in layers for x in (kv.k, kv.v, kv.k_pad, kv.v_pad) if x is not None
+        )

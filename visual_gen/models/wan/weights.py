@@ -90,4 +90,3 @@ _FUSED = {
     ".to_added_kv.": (".add_k_proj.", ".add_v_proj."),
     ".qk_norm_weight": (".norm_q.weight", ".norm_k.weight"),
 }
-

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attention_backend import AttentionBackend, PackedKV, PackedPadKV, register_backend
-from attention_backend.selection import _classes
 from attention_backend.sdpa import SDPABackend
+from attention_backend.selection import _classes
 from visual_gen.models.wan import WanTransformer
 
 CONFIG = {
