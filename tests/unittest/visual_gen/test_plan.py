@@ -1,0 +1,214 @@
+import dataclasses
+import json
+import shutil
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
+
+from visual_gen.checkpoint import PACKAGED_CHECKPOINTS
+from visual_gen.config import ConfigError, RunConfig, load_config
+from visual_gen.models.wan import WAN_PRESETS, WanConfig, WanTransformer
+from visual_gen.runtime.costs import activation_bytes, flops, text_kv_bytes
+from visual_gen.runtime.plan import plan
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SMALL = WanConfig(
+    num_attention_heads=3, attention_head_dim=32, in_channels=8, out_channels=8, text_dim=24, ffn_dim=256, num_layers=2
+)
+
+
+def config_of(name: str, *overrides: str) -> RunConfig:
+    return load_config(CONFIGS / f"{name}.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("wan2.1_t2v_1.3b", 1_418_996_800),
+        ("wan2.1_t2v_14b", 14_288_491_584),
+        ("wan2.1_i2v_14b_480p", 16_394_878_784),
+        ("wan2.1_i2v_14b_720p", 16_394_878_784),
+        ("wan2.2_t2v_a14b", 14_288_491_584),
+        ("wan2.2_ti2v_5b", 4_999_787_712),
+    ],
+)
+def test_parameters_are_those_of_diffusers_model(name, parameters):
+    config = config_of(name)
+    with torch.device("meta"):
+        theirs = WanTransformer3DModel(**dataclasses.asdict(WAN_PRESETS[config.model.preset]))
+    assert plan(config).parameters == sum(parameter.numel() for parameter in theirs.parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "latent_shape", "tokens"),
+    [
+        ("wan2.1_t2v_1.3b", (1, 16, 21, 60, 104), 21 * 1560),
+        ("wan2.1_t2v_14b", (1, 16, 21, 90, 160), 21 * 3600),
+        ("wan2.1_i2v_14b_480p", (1, 16, 21, 60, 104), 21 * 1560),
+        ("wan2.2_ti2v_5b", (1, 48, 31, 44, 80), 31 * 880),
+        ("wan_shapes_t2v", (1, 8, 9, 12, 12), 9 * 36),
+    ],
+)
+def test_latents_and_tokens_follow_the_published_geometry(name, latent_shape, tokens):
+    found = plan(config_of(name))
+    assert (found.latent_shape, found.tokens) == (latent_shape, tokens)
+
+
+def test_weights_take_the_bytes_that_the_loaded_model_takes():
+    for dtype in ("float32", "bfloat16"):
+        config = config_of("wan_shapes_t2v", f"dtype={dtype}")
+        model = WanTransformer.from_pretrained("wan-shapes", dtype=config.torch_dtype())
+        loaded = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        assert plan(config).memory_bytes["weights"] == loaded
+
+
+def test_two_experts_stay_in_memory():
+    one, two = plan(config_of("wan2.1_t2v_14b")), plan(config_of("wan2.2_t2v_a14b"))
+    assert two.num_experts == 2
+    assert two.memory_bytes["weights"] == 2 * one.memory_bytes["weights"]
+    assert any("one runs in each step" in note for note in two.notes)
+
+
+@pytest.mark.parametrize("mode", ["padded", "packed", "packed_pad_exact"])
+@pytest.mark.parametrize("lens", [[5, 1], [12, 3], [12, 12]])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_text_kv_bytes_are_those_of_projected_text(mode, lens, dtype):
+    config = config_of("wan_shapes_t2v", f"dtype={dtype}")
+    model = WanTransformer(SMALL, attention={"cross_kv": mode}, dtype=config.torch_dtype())
+    with torch.inference_mode():
+        text_kv = model.project_text(torch.zeros(2, 12, SMALL.text_dim), lens)
+    assert text_kv_bytes(SMALL, mode, lens, 12, config) == text_kv.num_bytes
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("mode", ["padded", "packed", "packed_pad_exact"])
+def test_flops_are_those_that_torch_counts(mode, per_token):
+    config = config_of("wan_shapes_t2v", f"attention.cross_kv={mode}")
+    model = WanTransformer(SMALL, attention={"self": "sdpa", "cross_text": "sdpa", "cross_kv": mode})
+    tokens, lens = 3 * 4 * 5, [6, 2]
+    latents = torch.zeros(2, 8, 3, 8, 10)
+    timestep = torch.full((2, tokens) if per_token else (2,), 500.0)
+    with torch.inference_mode():
+        text_kv = model.project_text(torch.zeros(2, 12, SMALL.text_dim), lens)
+        with FlopCounterMode(display=False) as counter:
+            model(latents, timestep, text_kv=text_kv)
+    counts = {str(op).rpartition(".")[2]: count for op, count in counter.get_flop_counts()["Global"].items()}
+    expected = flops(SMALL, tokens, lens, 12, config, per_token)
+    linear = sum(count for op, count in counts.items() if op in ("addmm", "mm"))
+    assert linear == expected["linear"]
+    # torch counts no attention kernel of the CPU; what a kernel does over N × L scores is 2 matrix products of N·L·d.
+    assert expected["self_attention"] == 2 * SMALL.num_layers * 2 * (2 * tokens * tokens * SMALL.hidden_size)
+    keys = {"padded": 24, "packed": 8, "packed_pad_exact": 10}[mode]
+    assert expected["cross_attention"] == SMALL.num_layers * 2 * (2 * tokens * keys * SMALL.hidden_size)
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made under it hold at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in given and key not in self.live:
+                    self.live[key] = storage.nbytes()
+                    weakref.finalize(storage, self.live.pop, key, None)
+        self.peak = max(self.peak, sum(self.live.values()))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ffn_dim", [96, 256, 1536])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_activations_are_near_what_a_forward_holds(dtype, ffn_dim, per_token):
+    config = dataclasses.replace(SMALL, ffn_dim=ffn_dim)
+    model = WanTransformer(config, dtype=dtype)
+    rows, tokens = 2, 3 * 8 * 8
+    timestep = torch.full((rows, tokens) if per_token else (rows,), 500.0)
+    latents = torch.zeros(rows, 8, 3, 16, 16)
+    with torch.inference_mode():
+        text_kv = model.project_text(torch.zeros(rows, 8, config.text_dim, dtype=dtype))
+        model(latents, timestep, text_kv=text_kv)  # builds the rotary table, which stays
+        with PeakBytes() as held:
+            model(latents, timestep, text_kv=text_kv)
+    expected = activation_bytes(config, rows, tokens, dtype, per_token)
+    assert 0.7 < held.peak / expected < 1.3
+
+
+def test_peak_memory_is_the_sum_of_its_parts_and_follows_the_cross_mode():
+    padded = plan(config_of("wan2.1_t2v_14b"), [300, 126])
+    packed = plan(config_of("wan2.1_t2v_14b", "attention.cross_kv=packed"), [300, 126])
+    for found in (padded, packed):
+        parts = {name: count for name, count in found.memory_bytes.items() if name != "total"}
+        assert found.memory_bytes["total"] == sum(parts.values())
+        assert parts["text_kv"] == found.text_kv_bytes[found.cross_kv]
+    assert packed.memory_bytes["text_kv"] == padded.memory_bytes["text_kv"] * 426 / 1024
+    assert packed.flops_per_step["cross_attention"] < padded.flops_per_step["cross_attention"]
+
+
+def test_guidance_and_cfg_decide_rows_and_forwards():
+    batched = plan(config_of("wan2.1_t2v_1.3b"))
+    sequential = plan(config_of("wan2.1_t2v_1.3b", "generation.cfg=sequential"))
+    unguided = plan(config_of("wan2.1_t2v_1.3b", "generation.guidance_scale=1"))
+    found = [(p.rows_per_forward, p.forwards_per_step) for p in (batched, sequential, unguided)]
+    assert found == [(2, 1), (1, 2), (1, 1)]
+    assert batched.flops_per_step == sequential.flops_per_step
+    assert sum(unguided.flops_per_step.values()) * 2 == sum(batched.flops_per_step.values())
+    assert sequential.memory_bytes["activations"] * 2 == batched.memory_bytes["activations"]
+
+
+def test_text_lengths_come_from_the_tokenizer_where_there_is_one():
+    found = plan(config_of("wan_shapes_t2v", "generation.prompt=[a red ball, a Red ball moving left]"))
+    assert found.text_lens == (4, 6, 1, 1)  # the end token included
+    assert found.text_lens_from == "counted by the tokenizer"
+    long = plan(config_of("wan_shapes_t2v", f"generation.prompt={'red ' * 100}"))
+    assert long.text_lens == (64, 1)
+
+
+def test_text_lengths_are_guessed_or_taken_as_given_elsewhere():
+    assert plan(config_of("wan2.1_t2v_14b", "generation.prompt=a red ball")).text_lens == (5, 1)
+    assert plan(config_of("wan2.1_t2v_14b")).text_lens == (512, 1)
+    assert plan(config_of("wan2.1_t2v_14b"), [300, 126]).text_lens == (300, 126)
+    for lens in ([300], [300, 126, 1], [0, 126], [300, 513]):
+        with pytest.raises(ValueError, match=r"1 prompt\(s\) and the negative prompt need 2, each from 1 to 512"):
+            plan(config_of("wan2.1_t2v_14b"), lens)
+
+
+@pytest.mark.parametrize(("key", "value", "near"), [("height", 490, "480 and 496"), ("num_frames", 82, "81 and 85")])
+def test_a_size_that_does_not_divide_names_the_nearest(key, value, near):
+    with pytest.raises(ValueError, match=rf"{key} is {value}; .*the nearest are {near}"):
+        plan(config_of("wan2.1_t2v_1.3b", f"generation.{key}={value}"))
+
+
+def test_a_model_that_is_nowhere_is_an_error_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"model.path = 'a/b': there is no such folder here.*wan2.1-t2v-1.3b"):
+        plan(config_of("wan2.1_t2v_1.3b", "model={path: a/b}"))
+    with pytest.raises(ConfigError, match=r"model.preset = 'wan9': wants one of wan2.1-t2v-1.3b"):
+        plan(config_of("wan2.1_t2v_1.3b", "model.preset=wan9"))
+
+
+def test_a_local_folder_goes_before_the_preset_and_needs_no_weights(tmp_path):
+    shutil.copytree(
+        PACKAGED_CHECKPOINTS["wan-shapes"], tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    index = tmp_path / "copy" / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"expand_timesteps": True}))
+    shapes = ["generation.height=96", "generation.width=96"]
+    found = plan(config_of("wan2.1_t2v_14b", f"model.path={tmp_path / 'copy'}", *shapes))
+    assert found.parameters == plan(config_of("wan_shapes_t2v")).parameters
+    assert any("preset wan2.1-t2v-14b was not needed" in note for note in found.notes)
+    alike = plan(config_of("wan2.1_t2v_14b", "model.path=wan-shapes", *shapes))
+    assert found.memory_bytes["activations"] > alike.memory_bytes["activations"]  # one timestep for each token

@@ -1,0 +1,110 @@
+"""The `visual-gen` command: arguments in, exit codes out.
+
+Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from visual_gen.version import __version__
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="visual-gen", description="Video generation with Wan on a choice of attention backends.")
+    parser.add_argument("--version", action="version", version=f"visual-gen {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    generate = _command(commands, "generate", "make a video from a prompt, with a report beside it")
+    _config_arguments(generate)
+    generate.add_argument("--output", metavar="FILE.mp4", help="where the video goes (output.path); replaced if there")
+    generate.add_argument("--seed", type=int, metavar="N", help="generation.seed; prompt i is made from seed + i")
+
+    plan = _command(commands, "plan", "what a configuration costs, without loading weights")
+    _config_arguments(plan)
+    plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    plan.add_argument(
+        "--text-lens",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="text tokens of each row, end token included: those of the prompts, then of the negative prompt",
+    )
+
+    backends = _command(commands, "backends", "which attention backends are here, and why the others are not")
+    backends.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def _command(commands, name: str, summary: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return command
+
+
+def _config_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", required=True, metavar="FILE", help="YAML settings; configs/ has some")
+    command.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="what to show; given several times, all clips are made in one batch and numbered FILE-0.mp4, …",
+    )
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="replace one setting, for example --set generation.num_frames=33",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(format="visual-gen: %(message)s")  # warnings and worse, on stderr
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print("visual-gen: interrupted; nothing half-written was left", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output (head, say) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if arguments.debug:
+            traceback.print_exc()
+        bad_input = isinstance(error, ValueError | OSError)
+        kind = "" if bad_input else f"{type(error).__name__}: "
+        for line in str(error).splitlines() or ["no message"]:
+            print(f"visual-gen: error: {kind}{line}", file=sys.stderr)
+        if not bad_input and not arguments.debug:
+            print("visual-gen: --debug shows where it happened", file=sys.stderr)
+        return 2 if bad_input else 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "generate":
+        from visual_gen.commands import generate as command
+    elif arguments.command == "plan":
+        from visual_gen.commands import plan as command
+    else:
+        from visual_gen.commands import backends as command
+    command.run(arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

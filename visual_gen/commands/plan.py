@@ -1,0 +1,66 @@
+"""`visual-gen plan`: what a configuration costs, as tables or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+
+from visual_gen.commands.settings import config_from_arguments
+from visual_gen.runtime.plan import Plan, plan
+from visual_gen.runtime.units import format_bytes, format_count
+
+
+def run(arguments: argparse.Namespace) -> None:
+    found = plan(config_from_arguments(arguments), arguments.text_lens)
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        _print_tables(found)
+
+
+def _print_tables(found: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    _, channels, frames, height, width = found.latent_shape
+    total_flops = sum(found.flops_per_step.values())
+    experts = f"{found.num_experts} × " if found.num_experts > 1 else ""
+    shares = ", ".join(
+        f"{name.replace('_', ' ')} {count / total_flops:.0%}" for name, count in found.flops_per_step.items()
+    )
+    rows = [
+        ("model", found.source),
+        ("parameters", f"{experts}{found.parameters:,}"),
+        ("video", f"{found.width}×{found.height}, {found.num_frames} frames"),
+        ("latents", f"{channels} channels, {frames} × {height} × {width}"),
+        ("tokens", f"{found.tokens:,} in each row"),
+        ("forwards of a step", f"{found.forwards_per_step} with {found.rows_per_forward} row(s)"),
+        ("FLOPs of a step", f"{format_count(total_flops)} ({shares})"),
+        (f"FLOPs of {found.num_steps} steps", format_count(total_flops * found.num_steps)),
+    ]
+    console = Console()
+    table = Table(show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+    lens = ", ".join(map(str, found.text_lens))
+    console.print(f"\nText keys and values, {lens} tokens ({found.text_lens_from})", highlight=False)
+    table = Table()
+    for column, justify in (("cross_kv", "left"), ("bytes", "right"), ("", "left")):
+        table.add_column(column, justify=justify)
+    for mode, count in found.text_kv_bytes.items():
+        table.add_row(mode, format_bytes(count), "chosen" if mode == found.cross_kv else "")
+    console.print(table)
+
+    console.print(f"\nExpected peak memory of a denoising step in {found.dtype}", highlight=False)
+    table = Table()
+    for column, justify in (("", "left"), ("bytes", "right"), ("share", "right")):
+        table.add_column(column, justify=justify)
+    for name, count in found.memory_bytes.items():
+        share = count / math.fsum(v for k, v in found.memory_bytes.items() if k != "total")
+        table.add_row(name.replace("_", " "), format_bytes(count), f"{share:.0%}", end_section=name == "activations")
+    console.print(table)
+    for note in found.notes:
+        console.print(note, soft_wrap=True, highlight=False)

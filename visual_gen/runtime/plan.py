@@ -1,0 +1,207 @@
+"""What a configuration will cost, from its geometry alone: no weights are read and none are allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, read_json, resolve_folder
+from visual_gen.config import ConfigError, RunConfig
+from visual_gen.models.wan import WAN_PRESETS, WanConfig, WanTransformer
+from visual_gen.pipelines.request import Geometry
+from visual_gen.runtime.costs import activation_bytes, flops, image_kv_bytes, text_kv_bytes
+
+CROSS_KV_MODES = ("padded", "packed", "packed_pad_exact")
+TOKENS_PER_WORD = 1.3  # of an English prompt with UMT5's tokenizer, roughly; only where there is no tokenizer to ask
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A checkpoint as far as a plan needs it."""
+
+    source: str
+    transformer: WanConfig
+    spatial_scale: int = 8
+    temporal_scale: int = 4
+    num_experts: int = 1
+    timestep_per_token: bool = False
+    tokenizer_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Counts of one run. Bytes and FLOPs are of the transformer; `notes` say what is not in them.
+
+    flops_per_step: multiplications and additions, 2 for each multiply-add, of all forwards of one denoising step.
+    text_kv_bytes: keys and values of the text in all layers and rows, for each cross mode.
+    memory_bytes: expected peak of a denoising step on the device: weights, text_kv, activations, and their total.
+    """
+
+    source: str
+    parameters: int
+    num_experts: int
+    dtype: str
+    height: int
+    width: int
+    num_frames: int
+    latent_shape: tuple[int, ...]
+    tokens: int
+    num_steps: int
+    rows_per_forward: int
+    forwards_per_step: int
+    text_lens: tuple[int, ...]
+    text_lens_from: str
+    cross_kv: str
+    flops_per_step: dict[str, int]
+    text_kv_bytes: dict[str, int]
+    memory_bytes: dict[str, int]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def plan(config: RunConfig, text_lens: Sequence[int] | None = None) -> Plan:
+    """The costs of `config`.
+
+    text_lens: text tokens of each prompt and, under guidance, of the negative prompt at the end; None counts them with
+    the checkpoint's tokenizer, or guesses from the words where there is none. Raises ValueError on sizes that the model
+    does not divide, on lengths that do not fit, and if neither a local folder nor a preset says what the model is.
+    """
+    model = _find_model(config)
+    wan, generation = model.transformer, config.generation
+    geometry = Geometry(
+        model.spatial_scale, model.temporal_scale, wan.patch_size, wan.out_channels, wan.rope_max_seq_len
+    )
+    batch = max(1, len(generation.prompts))
+    latent_shape = geometry.latent_shape(batch, generation.num_frames, generation.height, generation.width)
+    tokens = math.prod(size // patch for size, patch in zip(latent_shape[2:], wan.patch_size, strict=True))
+
+    branches = 2 if generation.guidance_scale > 1 else 1
+    batched = generation.cfg == "batched"
+    rows = batch * (branches if batched else 1)
+    lens, lens_from = _text_lens(config, model, text_lens, batch, guided=branches == 2)
+    weights = WanTransformer(
+        wan,
+        # Nothing runs here, so what other backends would say on this machine does not matter.
+        attention={"self": "sdpa", "cross_text": "sdpa", "cross_image": "sdpa"},
+        dtype=config.torch_dtype(),
+        init_weights=False,
+    )
+    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in weights.parameters())
+    text_kv = {mode: text_kv_bytes(wan, mode, lens, generation.max_sequence_length, config) for mode in CROSS_KV_MODES}
+    text_kv_now = text_kv[config.attention.cross_kv] + image_kv_bytes(wan, len(lens), config)
+    activations = activation_bytes(wan, rows, tokens, config.torch_dtype(), model.timestep_per_token)
+    memory = {
+        "weights": model.num_experts * weight_bytes,
+        "text_kv": text_kv_now * model.num_experts,
+        "activations": activations,
+    }
+    return Plan(
+        source=model.source,
+        parameters=sum(parameter.numel() for parameter in weights.parameters()),
+        num_experts=model.num_experts,
+        dtype=config.dtype,
+        height=generation.height,
+        width=generation.width,
+        num_frames=generation.num_frames,
+        latent_shape=latent_shape,
+        tokens=tokens,
+        num_steps=generation.num_inference_steps,
+        rows_per_forward=rows,
+        forwards_per_step=1 if batched else branches,
+        text_lens=lens,
+        text_lens_from=lens_from,
+        cross_kv=config.attention.cross_kv,
+        flops_per_step=flops(wan, tokens, lens, generation.max_sequence_length, config, model.timestep_per_token),
+        text_kv_bytes=text_kv,
+        memory_bytes=memory | {"total": sum(memory.values())},
+        notes=_notes(model, config),
+    )
+
+
+def _find_model(config: RunConfig) -> _Model:
+    path, preset = config.model.path, config.model.preset
+    if path in PACKAGED_CHECKPOINTS or Path(path).expanduser().is_dir():
+        return _from_folder(resolve_folder(path))
+    if preset is None:
+        raise ConfigError(
+            f"model.path = {path!r}: there is no such folder here, and no model.preset says what it would hold; give a "
+            f"local folder, or a preset ({', '.join(WAN_PRESETS)})"
+        )
+    if preset not in WAN_PRESETS:
+        raise ConfigError(f"model.preset = {preset!r}: wants one of {', '.join(WAN_PRESETS)}")
+    return _Model(
+        source=f"preset {preset}",
+        transformer=WAN_PRESETS[preset],
+        spatial_scale=16 if preset == "wan2.2-ti2v-5b" else 8,
+        num_experts=2 if preset.endswith("-a14b") else 1,
+        timestep_per_token=preset == "wan2.2-ti2v-5b",
+    )
+
+
+def _from_folder(folder: Path) -> _Model:
+    vae = read_json(folder / "vae" / "config.json")
+    index = read_json(folder / "model_index.json")
+    tokenizer = folder / "tokenizer" / "tokenizer.json"
+    return _Model(
+        source=f"folder {folder}",
+        transformer=WanConfig.from_folder(folder / "transformer"),
+        spatial_scale=vae.get("scale_factor_spatial") or 8,
+        temporal_scale=vae.get("scale_factor_temporal") or 4,
+        num_experts=2 if (folder / "transformer_2").is_dir() else 1,
+        timestep_per_token=bool(index.get("expand_timesteps")),
+        tokenizer_file=tokenizer if tokenizer.is_file() else None,
+    )
+
+
+def _text_lens(
+    config: RunConfig, model: _Model, given: Sequence[int] | None, batch: int, *, guided: bool
+) -> tuple[tuple[int, ...], str]:
+    """Text tokens of every row of a step, and where they come from."""
+    generation, longest = config.generation, config.generation.max_sequence_length
+    if given is not None:
+        wanted = batch + guided
+        if len(given) != wanted or not all(1 <= length <= longest for length in given):
+            shape = f"{batch} prompt(s)" + (" and the negative prompt" if guided else "")
+            raise ValueError(f"text lengths are {list(given)}; {shape} need {wanted}, each from 1 to {longest}")
+        lens, source = list(given), "given"
+    else:
+        texts = [*generation.prompts] + [generation.negative_prompt or ""] * guided
+        if model.tokenizer_file is not None:
+            lens, source = _count_tokens(model.tokenizer_file, texts), "counted by the tokenizer"
+        else:
+            words = [len(text.split()) for text in texts]
+            lens, source = [math.ceil(TOKENS_PER_WORD * count) + 1 for count in words], "guessed from the words"
+        if not generation.prompts:
+            lens, source = [longest, *lens], "of a prompt as long as it may be"
+        lens = [min(length, longest) for length in lens]
+    # The negative prompt stands in a row for each prompt.
+    return (*lens[:batch], *lens[batch:] * batch), source
+
+
+def _count_tokens(file: Path, texts: Sequence[str]) -> list[int]:
+    from tokenizers import Tokenizer
+
+    from visual_gen.pipelines.text import clean_prompt
+
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return [len(tokenizer.encode(clean_prompt(text)).ids) for text in texts]
+
+
+def _notes(model: _Model, config: RunConfig) -> tuple[str, ...]:
+    notes = ["Text encoder and VAE are not counted, neither in memory nor in FLOPs."]
+    if model.num_experts > 1:
+        notes.append(
+            f"{model.num_experts} transformers of this size, of which one runs in each step; all are taken to stay in "
+            "memory."
+        )
+    if config.model.preset and model.source.startswith("folder"):
+        notes.append(f"The geometry is the folder's; model.preset {config.model.preset} was not needed.")
+    return tuple(notes)

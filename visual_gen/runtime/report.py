@@ -1,0 +1,178 @@
+"""The report of a run: one JSON file for programs, one self-contained HTML page for people."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import json
+import os
+import platform
+from collections.abc import Sequence
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import torch
+from PIL import Image
+
+from visual_gen.config import RunConfig
+from visual_gen.runtime import plots
+from visual_gen.runtime.files import written_whole
+from visual_gen.runtime.record import RunRecord
+from visual_gen.runtime.units import format_bytes, format_seconds
+from visual_gen.runtime.versions import installed_versions
+from visual_gen.version import __version__
+
+PACKAGES = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "av",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+)
+CROSS_KV_NOTES = {
+    "padded": "text padding attended to, as Wan was trained",
+    "packed": "text padding dropped: not the video Wan was trained to give",
+    "packed_pad_exact": "text padding dropped and its effect put back: the padded result to rounding",
+}
+THUMBNAIL_HEIGHT = 144
+
+
+def report_paths(video: str | Path) -> tuple[Path, Path]:
+    """Where the JSON file and the page of a video lie: clip.mp4 has clip.report.json and clip.report.html."""
+    video = Path(video)
+    return video.with_name(f"{video.stem}.report.json"), video.with_name(f"{video.stem}.report.html")
+
+
+def write_report(
+    video: str | Path, config: RunConfig, record: RunRecord, frames: Sequence[np.ndarray], files: Sequence[Path]
+) -> tuple[Path, Path]:
+    """Write both files beside `video` and return their paths.
+
+    frames: one clip [F, H, W, 3] in 0..1 for each prompt. files: the video file of each.
+    """
+    json_path, html_path = report_paths(video)
+    report = build_report(config, record, files)
+    with written_whole(json_path) as part:
+        part.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    strips = [_strip(clip, config.output.report_frames) for clip in frames]
+    with written_whole(html_path) as part:
+        part.write_text(render_html(report, strips), encoding="utf-8")
+    return json_path, html_path
+
+
+def build_report(config: RunConfig, record: RunRecord, files: Sequence[Path]) -> dict[str, Any]:
+    """The content of the JSON file. Times are in seconds, sizes in bytes."""
+    generation = config.generation
+    clips = [
+        {"prompt": prompt, "seed": seed, "file": Path(file).name}
+        for prompt, seed, file in zip(generation.prompts, generation.seeds, files, strict=True)
+    ]
+    for clip, tokens in zip(clips, record.prompt_tokens, strict=False):
+        clip["prompt_tokens"] = tokens
+    return {
+        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "clips": clips,
+        "settings": config.model_dump(mode="json"),
+        "run": {
+            field.name: getattr(record, field.name)
+            for field in dataclasses.fields(record)
+            # Told apart from the others below, or in `clips` and `settings` already.
+            if field.name not in _ELSEWHERE
+        },
+        "attention": record.attention,
+        "cross_kv": {"mode": record.cross_kv, "note": CROSS_KV_NOTES[record.cross_kv]},
+        "seconds": {
+            "total": sum(record.stage_seconds.values()),
+            "stages": record.stage_seconds,
+            "steps": record.step_seconds,
+        },
+        "peak_memory": {"bytes": record.peak_memory_bytes, "kind": record.peak_memory_kind},
+        "metadata": record.metadata,
+        "warnings": record.warnings,
+        "machine": machine(torch.device(record.device or "cpu")),
+        "versions": {"visual-gen": __version__, "python": platform.python_version()} | installed_versions(PACKAGES),
+    }
+
+
+_ELSEWHERE = {
+    "stage_seconds",
+    "step_seconds",
+    "peak_memory_bytes",
+    "peak_memory_kind",
+    "warnings",
+    "attention",
+    "cross_kv",
+    "metadata",
+    "prompt_tokens",
+    "settings",
+}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the run computed on."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "processor": properties.name,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+        }
+    return {"processor": _cpu_name(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()}
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def render_html(report: dict[str, Any], strips: Sequence[bytes]) -> str:
+    """The page, with plots and pictures inside it. strips: one PNG for each clip."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"seconds": format_seconds, "bytes": format_bytes, "flat": _flat}
+    template = environment.from_string(
+        resources.files("visual_gen.runtime").joinpath("templates/report.html").read_text(encoding="utf-8")
+    )
+    seconds = report["seconds"]
+    return template.render(
+        report=report,
+        strips=[f"data:image/png;base64,{base64.b64encode(strip).decode()}" for strip in strips],
+        stage_plot=plots.stage_shares(seconds["stages"]),
+        stage_legend=plots.stage_legend(seconds["stages"]),
+        step_plot=plots.step_times(seconds["steps"]) if seconds["steps"] else None,
+        median_step=float(np.median(seconds["steps"])) if seconds["steps"] else None,
+    )
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _strip(clip: np.ndarray, count: int) -> bytes:
+    """Up to `count` frames, evenly spread from the first to the last, side by side as PNG."""
+    indices = np.unique(np.linspace(0, len(clip) - 1, count).round().astype(int))
+    height, width = clip.shape[1:3]
+    size = (max(1, round(width * THUMBNAIL_HEIGHT / height)), THUMBNAIL_HEIGHT)
+    gap = 4
+    strip = Image.new("RGB", (len(indices) * (size[0] + gap) - gap, size[1]), "white")
+    for position, index in enumerate(indices):
+        pixels = (np.asarray(clip[index]).clip(0, 1) * 255).round().astype(np.uint8)
+        strip.paste(Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS), (position * (size[0] + gap), 0))
+    data = io.BytesIO()
+    strip.save(data, "PNG", optimize=True)
+    return data.getvalue()
