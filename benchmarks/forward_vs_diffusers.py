@@ -1,0 +1,124 @@
+"""One CFG pair through a full-size Wan transformer, ours against diffusers', on one GPU: random weights, bf16, eager.
+
+    python benchmarks/forward_vs_diffusers.py [--preset wan2.1-t2v-1.3b] [--output FILE.json]
+
+480p, 81 frames, text lengths 126 and 1 of 512. Arms are interleaved in one run; times are medians by device events.
+The same weights are in both models, so the results' difference is recorded too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from visual_gen.models.wan import WAN_PRESETS, WanTransformer
+
+LATENT = (21, 60, 104)  # 81 frames of 832×480
+TEXT_LENS = (126, 1)
+ARMS = {  # name → attention settings
+    "auto, padded": {},
+    "auto, packed_pad_exact": {"cross_kv": "packed_pad_exact"},
+    "auto, packed": {"cross_kv": "packed"},
+    "sdpa, padded": {"self": "sdpa", "cross_text": "sdpa"},
+}
+
+
+def milliseconds(call: Callable[[], torch.Tensor]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def random_reference(preset: str):
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = WanTransformer3DModel(**asdict(WAN_PRESETS[preset])).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(torch.bfloat16))
+    return model
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="wan2.1-t2v-1.3b", choices=sorted(WAN_PRESETS))
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+
+    reference = random_reference(options.preset)
+    with tempfile.TemporaryDirectory() as folder:
+        reference.save_pretrained(folder)
+        models = {
+            arm: WanTransformer.from_pretrained(folder, dtype=torch.bfloat16, device="cuda", attention=attention)
+            for arm, attention in ARMS.items()
+        }
+        diffusers_bf16 = type(reference).from_pretrained(folder, torch_dtype=torch.bfloat16).to("cuda")
+    config = models["auto, padded"].config
+    x = torch.randn(2, config.in_channels, *LATENT, device="cuda", dtype=torch.bfloat16)
+    text = torch.randn(2, 512, config.text_dim, device="cuda", dtype=torch.bfloat16)
+    for row, n in enumerate(TEXT_LENS):
+        text[row, n:] = 0
+    timestep = torch.tensor(700.0, device="cuda").expand(2)
+    calls = {"diffusers": lambda: diffusers_bf16(x, timestep, text, return_dict=False)[0]}
+    for arm, model in models.items():
+        kv = model.project_text(text, TEXT_LENS)
+        calls[arm] = lambda model=model, kv=kv: model(x, timestep, text_kv=kv)
+
+    expected = calls["diffusers"]()
+    differences = {arm: relative(call(), expected) for arm, call in calls.items()}
+    times: dict[str, list[float]] = {arm: [] for arm in calls}
+    for _ in range(options.runs + 1):
+        for arm, call in calls.items():
+            times[arm].append(milliseconds(call))
+    result = {
+        "command": f"python benchmarks/forward_vs_diffusers.py --preset {options.preset} --runs {options.runs}",
+        "shape": {"hidden_states": list(x.shape), "text_lens": list(TEXT_LENS), "padded_text_len": 512},
+        "versions": versions(),
+        "arms": {
+            arm: {
+                "median_ms": round(statistics.median(values[1:]), 1),
+                "rms_difference_from_diffusers": differences[arm],
+                "backends": {}
+                if arm == "diffusers"
+                else {role: choice.name for role, choice in models[arm].attention_choices.items()},
+            }
+            for arm, values in times.items()
+        },
+    }
+    print(json.dumps(result, indent=2))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def relative(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """RMS difference over the RMS of what is expected."""
+    return round(((out.float() - expected.float()).norm() / expected.float().norm()).item(), 5)
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for package in ("diffusers", "flash-attn-4", "nvidia-cutlass-dsl"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+if __name__ == "__main__":
+    main()
