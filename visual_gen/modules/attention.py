@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,9 +52,10 @@ class Attention(nn.Module):
     with the text site's Q and shares its output projection, as Wan's image-to-video models do.
 
     backend: a name or "auto" (chosen here and again when the module moves to another device or dtype), or an
-    AttentionBackend that the owner of several layers has chosen once for all. qk_norm "rms_norm_across_heads"
-    normalises over all heads together; None leaves it out. Raises ValueError on an unknown role, mode or norm, and
-    AttentionBackendError if the backend cannot serve the site.
+    AttentionBackend that the owner of several layers has chosen once for all. needs: what the site asks of a backend
+    beyond its role, such as {"grad"} for training. qk_norm "rms_norm_across_heads" normalises over all heads together;
+    None leaves it out. kv_size: width of the rows that a cross site projects (hidden_size if None).
+    Raises ValueError on unknown or contradictory settings, AttentionBackendError if the backend cannot serve the site.
     """
 
     def __init__(
@@ -70,14 +71,20 @@ class Attention(nn.Module):
         eps: float = 1e-6,
         cross_kv: str = "padded",
         kv_size: int | None = None,
+        needs: Iterable[str] = (),
     ) -> None:
         super().__init__()
         if cross_kv not in CROSS_KV_NEEDS:
             raise ValueError(f"cross_kv is {cross_kv!r}; it must be one of {', '.join(CROSS_KV_NEEDS)}")
+        if cross_kv != "padded" and role != "cross_text":
+            raise ValueError(f"cross_kv is {cross_kv!r} at a {role!r} site; only 'cross_text' has rows of unequal length")
+        if kv_size is not None and role == "self":
+            raise ValueError(f"kv_size is {kv_size} at a 'self' site, which projects its own rows: leave it out")
         if qk_norm not in (None, "rms_norm_across_heads"):
             raise ValueError(f"qk_norm is {qk_norm!r}; it must be 'rms_norm_across_heads' or None")
         self.role, self.cross_kv, self.eps = role, cross_kv, eps
         self.num_heads, self.head_dim = num_heads, head_dim
+        self.needs = frozenset(needs) | CROSS_KV_NEEDS[cross_kv]
         self.attention_metadata_state = attention_metadata_state or AttentionMetadataState()
         inner, kv_size = num_heads * head_dim, kv_size or hidden_size
         # Norm weights of q and k lie in one tensor, so that self-attention normalises both in one pass.
@@ -92,32 +99,36 @@ class Attention(nn.Module):
         if role != "cross_image":
             self.to_out = nn.Linear(inner, hidden_size)
         self._backend_name = backend if isinstance(backend, str) else None
-        self.backend = self._select(backend) if isinstance(backend, str) else backend
+        self.backend = select_backend(backend, self.spec()) if isinstance(backend, str) else backend
         self._check_backend()
 
     def spec(self) -> AttentionSpec:
         """What this site asks of a backend, from its weights' dtype and device."""
         weight = self.to_qkv.weight if self.role == "self" else self.to_kv.weight
-        needs = CROSS_KV_NEEDS[self.cross_kv] if self.role == "cross_text" else frozenset()
-        return AttentionSpec(self.role, self.num_heads, self.head_dim, weight.dtype, weight.device, needs=needs)
-
-    def _select(self, name: str) -> AttentionBackend:
-        return select_backend(name, self.spec())
+        return AttentionSpec(self.role, self.num_heads, self.head_dim, weight.dtype, weight.device, needs=self.needs)
 
     def _check_backend(self) -> None:
-        """Reads the capability from the backend as it stands, wrappers included."""
-        if self.role == "cross_text" and self.cross_kv != "padded" and not self.backend.supports_varlen():
+        """Reads heads and capabilities from the backend as it stands, wrappers included."""
+        found = (self.backend.spec.num_heads, self.backend.spec.num_kv_heads, self.backend.spec.head_dim)
+        if found != (self.num_heads, self.num_heads, self.head_dim):
             raise AttentionBackendError(
-                f"cross_kv {self.cross_kv!r} needs packed K/V and {self.backend.name} cannot read them; "
-                "use cross_kv 'padded' or another backend for cross_text"
+                f"{self.backend.name} was built for heads, key/value heads and head_dim {found}; this site has "
+                f"{(self.num_heads, self.num_heads, self.head_dim)}"
             )
+        able = {"varlen": self.backend.supports_varlen, "lse": self.backend.supports_lse}
+        for need in sorted(CROSS_KV_NEEDS[self.cross_kv]):
+            if not able[need]():
+                raise AttentionBackendError(
+                    f"cross_kv {self.cross_kv!r} needs {need!r} and {self.backend.name} has no support for it; "
+                    "use cross_kv 'padded' or another backend for cross_text"
+                )
 
     def _apply(self, fn, recurse: bool = True):
         super()._apply(fn, recurse)
         spec = self.spec()
         moved = (spec.device, spec.dtype) != (self.backend.spec.device, self.backend.spec.dtype)
         if self._backend_name is not None and moved:
-            self.backend = self._select(self._backend_name)
+            self.backend = select_backend(self._backend_name, spec)
         return self
 
     def forward(self, x: torch.Tensor, kv: CrossKV | None = None, rotary: torch.Tensor | None = None) -> torch.Tensor:
@@ -126,10 +137,14 @@ class Attention(nn.Module):
         rotary: complex [S, 1, D / 2] for role "self" (None: no position). kv: the CrossKV of a "cross_text" site.
         """
         if self.role == "self":
+            if kv is not None:
+                raise ValueError("a 'self' site attends to its own rows: leave kv out, or make a 'cross_text' site")
             q, k, v = self.project_qkv(x, rotary)
             return self.to_out(self.backend.forward(q, k, v).flatten(2))
-        if kv is None:
-            raise ValueError(f"a {self.role} site attends to a CrossKV; make it with project_kv and arrange_kv")
+        if self.role == "cross_image":
+            raise ValueError("a 'cross_image' site has no Q of its own: call attend with the text site's project_q")
+        if kv is None or rotary is not None:
+            raise ValueError("a 'cross_text' site takes the CrossKV that make_cross_kv gives, and no rotary")
         return self.to_out(self.attend(self.project_q(x), kv).flatten(2))
 
     def project_qkv(
@@ -156,30 +171,47 @@ class Attention(nn.Module):
         return q.unflatten(-1, (self.num_heads, self.head_dim))
 
     def project_kv(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """rows [..., kv_size] of text or image → k (normalised), v [..., H, D]. Independent of step and timestep."""
+        """rows [..., kv_size] of text or image → k (normalised), v [..., H, D], which may be views of one tensor."""
         k, v = self.to_kv(rows).chunk(2, dim=-1)
         if self.qk_norm_weight is not None:
             k = rms_norm_fp32(k, self.qk_norm_weight[-1], self.eps).to(v.dtype)
         heads = (self.num_heads, self.head_dim)
         return k.unflatten(-1, heads), v.unflatten(-1, heads)
 
-    def arrange_kv(self, k: torch.Tensor, v: torch.Tensor, kv_lens: Sequence[int], padded_len: int) -> CrossKV:
-        """Projected rows of a ragged batch in the form that `cross_kv` asks for.
+    def make_cross_kv(
+        self,
+        rows: Sequence[torch.Tensor],
+        padded_len: int,
+        pad_row: torch.Tensor | None = None,
+        *,
+        fixed_capacity: bool = False,
+    ) -> CrossKV:
+        """Keys and values of a ragged batch, in the form that `cross_kv` asks for; independent of step and timestep.
 
-        k, v [sum(kv_lens) + 1, H, D]: the real rows of all sequences, then the one pad row, which may be missing if
-        no sequence is shorter than padded_len.
+        rows: the real rows [n, kv_size] of each sequence, n at most padded_len. pad_row [1, kv_size]: what stands
+        after them up to padded_len; needed if any is shorter. fixed_capacity: packed rows lie in a buffer for
+        B · padded_len rows, so that a compiled or captured step takes every layout. Raises ValueError on bad rows.
         """
-        lens = host_lens("kv_lens", kv_lens, padded_len)
-        total, batch = sum(lens), len(lens)
+        lens = host_lens("lengths of rows", [len(x) for x in rows], padded_len)
+        # Each sequence is projected alone: the bits of a matrix product depend on how many rows it has, and a prompt's
+        # must not depend on its neighbours.
+        keys, values = (list(x) for x in zip(*(self.project_kv(x) for x in rows), strict=True))
         if min(lens) == padded_len:  # no pads: every mode is the dense one
-            return CrossKV(*(x[:total].unflatten(0, (batch, padded_len)) for x in (k, v)))
-        if self.cross_kv == "padded":
-            return CrossKV(*(_expand_pads(x, lens, padded_len) for x in (k, v)))
-        state = self.attention_metadata_state
+            return CrossKV(torch.stack(keys), torch.stack(values))
+        if pad_row is None and self.cross_kv != "packed":
+            raise ValueError(f"rows have lengths {lens} of {padded_len}: give pad_row, which stands in the other places")
+        state, device = self.attention_metadata_state, keys[0].device
         if self.cross_kv == "packed":
-            return CrossKV(k[:total], v[:total], state.packed_kv(self.role, lens, k.device))
-        pads = state.packed_pad_kv(self.role, lens, padded_len, k.device)
-        return CrossKV(k[:total], v[:total], pads, k[total], v[total])
+            metadata, pads = state.packed_kv(self.role, lens, device, max_seqlen_kv=padded_len), ()
+        else:
+            pads = tuple(x[0].clone() for x in self.project_kv(pad_row))  # not a view, which would keep K with V
+            if self.cross_kv == "padded":
+                return CrossKV(*(_pad_rows(x, pad, padded_len) for x, pad in zip((keys, values), pads, strict=True)))
+            metadata = state.packed_pad_kv(self.role, lens, padded_len, device)
+        if fixed_capacity:
+            spare = keys[0].new_zeros(len(rows) * padded_len - sum(lens), self.num_heads, self.head_dim)
+            keys, values = [*keys, spare], [*values, spare]
+        return CrossKV(torch.cat(keys), torch.cat(values), metadata, *pads)
 
     def attend(self, q: torch.Tensor, kv: CrossKV) -> torch.Tensor:
         """q [B, S, H, D] over one CrossKV → [B, S, H, D], in front of the output projection."""
@@ -205,6 +237,8 @@ class Attention(nn.Module):
                 f"{self.backend.name} cannot read packed K/V, which pack_ragged_kv makes for {self.role}; keep them "
                 "padded or use another backend"
             )
+        if k.shape != v.shape:
+            raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; they must be equal")
         lens = host_lens("kv_lens", kv_lens, k.shape[1])
         if len(lens) != k.shape[0]:
             raise ValueError(f"kv_lens has {len(lens)} lengths for k, v of batch {k.shape[0]}")
@@ -217,9 +251,6 @@ def pack_rows(x: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
     return torch.cat([x[b, :n] for b, n in enumerate(lens)])
 
 
-def _expand_pads(rows: torch.Tensor, lens: tuple[int, ...], padded_len: int) -> torch.Tensor:
-    """Packed real rows and one pad row [sum(lens) + 1, H, D] → padded [B, padded_len, H, D]."""
-    pad = rows[-1:]
-    *real, _ = rows.split([*lens, 1])
-    parts = [part for row in real for part in (row, pad.expand(padded_len - row.shape[0], *pad.shape[1:]))]
-    return torch.cat(parts).unflatten(0, (len(lens), padded_len))
+def _pad_rows(rows: Sequence[torch.Tensor], pad: torch.Tensor, padded_len: int) -> torch.Tensor:
+    """Rows [n, H, D] of each sequence, then pad [H, D] up to padded_len → [B, padded_len, H, D]."""
+    return torch.stack([torch.cat([x, pad.expand(padded_len - len(x), *pad.shape)]) for x in rows])

@@ -20,10 +20,11 @@ from visual_gen.models.wan.config import WanConfig
 from visual_gen.models.wan.embeddings import ImageEmbedding, TextEmbedding, TimeEmbedding
 from visual_gen.models.wan.text_kv import TextKV
 from visual_gen.models.wan.weights import load_weights
-from visual_gen.modules.attention import CROSS_KV_NEEDS, CrossKV, pack_rows
+from visual_gen.modules.attention import CROSS_KV_NEEDS, CrossKV
 from visual_gen.modules.norms import modulated_layer_norm
 from visual_gen.modules.rope import RotaryTable
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Kept in fp32 whatever the model's dtype, as diffusers keeps them (_keep_in_fp32_modules).
 FP32_PARAMETERS = ("time_embedding.linear_", "scale_shift_table", "norm1.", "norm2.")
 
@@ -33,7 +34,8 @@ class WanTransformer(nn.Module):
 
     attention: an AttentionConfig, or a mapping with its keys (self, cross_text, cross_image, cross_kv).
     attention_choices says which backend each role took and why. init_weights False leaves the parameters on the meta
-    device, without memory, for to_empty and a load. Raises AttentionBackendError if a named backend cannot
+    device, without memory, for to_empty and a load. trainable: "auto" takes only backends with gradients. Raises
+    ValueError on settings that do not fit the model, AttentionBackendError if a named backend cannot
     serve its role.
     """
 
@@ -45,10 +47,18 @@ class WanTransformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         init_weights: bool = True,
+        trainable: bool = False,
     ) -> None:
         super().__init__()
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(map(str, DTYPES))}")
         self.config = config
         self.attention = AttentionConfig.model_validate(attention or {})
+        if config.image_dim is None and self.attention.cross_image != "auto":
+            raise ValueError(
+                f"attention.cross_image is {self.attention.cross_image!r}, but this model attends to no image: leave it out"
+            )
+        self._trainable = trainable
         self.attention_metadata_state = AttentionMetadataState()
         self._backends = self._select_backends(dtype, torch.device(device))
         dim = config.hidden_size
@@ -77,18 +87,21 @@ class WanTransformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         attention: AttentionConfig | dict | None = None,
+        trainable: bool = False,
     ) -> WanTransformer:
         """Loads a diffusers-format folder: a pipeline's, with a transformer/ inside, or that folder itself.
 
         Raises ValueError naming every missing, unexpected or wrongly shaped tensor, or what is wrong with the files.
         """
-        folder = resolve_folder(folder_or_id)
+        folder = resolve_folder(folder_or_id, files=("*.json", "*.safetensors", "transformer/*"))
         if (folder / "transformer").is_dir():
             folder = folder / "transformer"
         config = WanConfig.from_folder(folder)
         files = WeightFiles.open(folder)
-        model = cls(config, attention=attention, dtype=dtype, device=device, init_weights=False)
-        model.to_empty(device=device).eval().requires_grad_(False)
+        model = cls(
+            config, attention=attention, dtype=dtype, device=device, init_weights=False, trainable=trainable
+        )
+        model.to_empty(device=device).train(trainable).requires_grad_(trainable)
         load_weights(model, files)
         return model
 
@@ -111,6 +124,7 @@ class WanTransformer(nn.Module):
         backends = {}
         for role in roles:
             needs = CROSS_KV_NEEDS[self.attention.cross_kv] if role == "cross_text" else frozenset()
+            needs |= {"grad"} if self._trainable else set()
             heads = (config.num_attention_heads, config.attention_head_dim)
             spec = AttentionSpec(role, *heads, dtype, device, needs=needs)
             backends[role] = select_backend(getattr(self.attention, role), spec)
@@ -127,13 +141,14 @@ class WanTransformer(nn.Module):
 
         kept = {id(p) for n, p in self.named_parameters() if _is_fp32(n)}
         super()._apply(keep_fp32, recurse)
-        spec = self._backends["self"].spec
+        spec, old = self._backends["self"].spec, self._backends
         if self.device.type != "meta" and (spec.dtype, spec.device) != (self.dtype, self.device):
             self._backends = self._select_backends(self.dtype, self.device)
-        for block in self.blocks:
-            for site in (block.self_attn, block.cross_text, block.cross_image):
-                if site is not None:
-                    site.backend = self._backends[site.role]
+            for block in self.blocks:
+                for site in (block.self_attn, block.cross_text, block.cross_image):
+                    # A backend that somebody put in its place, such as a wrapper, stays: its owner chooses again.
+                    if site is not None and site.backend is old[site.role]:
+                        site.backend = self._backends[site.role]
         return self
 
     def project_text(
@@ -141,11 +156,15 @@ class WanTransformer(nn.Module):
         encoder_hidden_states: torch.Tensor,
         text_lens: Sequence[int] | None = None,
         encoder_hidden_states_image: torch.Tensor | None = None,
+        *,
+        fixed_capacity: bool = False,
     ) -> TextKV:
         """Text keys and values of all layers, from the real rows and one pad row; needed once for a request.
 
         encoder_hidden_states [B, L, text_dim]; text_lens: host ints, the real rows of each (None: all L); rows past
         them count as zeros. encoder_hidden_states_image [B, N, image_dim], for models with image inputs.
+        fixed_capacity: packed text lies in buffers whose shapes do not depend on text_lens, for compiled or captured
+        steps; it then takes the memory of the padded form.
         Raises ValueError on shapes and lengths that do not fit.
         """
         text = encoder_hidden_states
@@ -157,12 +176,14 @@ class WanTransformer(nn.Module):
         lens = host_lens("text_lens", [padded_len] * batch if text_lens is None else text_lens, padded_len)
         if len(lens) != batch:
             raise ValueError(f"text_lens has {len(lens)} lengths for encoder_hidden_states of batch {batch}")
-        rows = pack_rows(text, lens)
+        # Row by row, so that a prompt's bits do not depend on the lengths of its neighbours (see make_cross_kv).
+        rows = [self.text_embedding(text[b, :n].to(self.dtype)) for b, n in enumerate(lens)]
+        pad_row = None
         if min(lens) < padded_len:
-            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[-1])])
-        rows = self.text_embedding(rows.to(self.dtype))
+            pad_row = self.text_embedding(rows[0].new_zeros(1, self.config.text_dim))
         layers = tuple(
-            site.arrange_kv(*site.project_kv(rows), lens, padded_len) for site in (b.cross_text for b in self.blocks)
+            block.cross_text.make_cross_kv(rows, padded_len, pad_row, fixed_capacity=fixed_capacity)
+            for block in self.blocks
         )
         image = self._project_image(encoder_hidden_states_image, batch)
         return TextKV(lens, padded_len, self.attention.cross_kv, layers, image)
@@ -181,7 +202,9 @@ class WanTransformer(nn.Module):
         rows = self.image_embedding(tokens.to(self.dtype))
         if rows.shape[0] != batch:
             raise ValueError(f"encoder_hidden_states_image serves {rows.shape[0]} rows, the text {batch}")
-        return tuple(CrossKV(*block.cross_image.project_kv(rows)) for block in self.blocks)
+        return tuple(
+            CrossKV(*(x.contiguous() for x in block.cross_image.project_kv(rows))) for block in self.blocks
+        )
 
     def forward(
         self,
@@ -214,6 +237,11 @@ class WanTransformer(nn.Module):
             raise ValueError("text_kv holds text_lens and image tokens already: give them to project_text")
         if text_kv.batch != batch:
             raise ValueError(f"text_kv was projected for {text_kv.batch} rows, hidden_states has {batch}")
+        if (len(text_kv.text), text_kv.cross_kv) != (self.config.num_layers, self.attention.cross_kv):
+            raise ValueError(
+                f"text_kv has {len(text_kv.text)} layers in mode {text_kv.cross_kv!r}, this model {len(self.blocks)} in "
+                f"mode {self.attention.cross_kv!r}: project the text with the model that reads it"
+            )
 
         if timestep.ndim == 1 and timestep.stride(0) == 0:
             timestep = timestep[:1]  # one expanded value, as pipelines pass it: embed it once for all rows
