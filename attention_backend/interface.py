@@ -115,6 +115,11 @@ class AttentionBackend(ABC):
         return False
 
     @classmethod
+    def supports_repeated_last_key(cls) -> bool:
+        """Packed sequences whose last key stands for several equal ones (PackedKV.last_key_repeats_to)."""
+        return False
+
+    @classmethod
     def supports_grad(cls) -> bool:
         """Gradients to q, k and v."""
         return False
@@ -202,6 +207,11 @@ def _check_capabilities(backend, q, k, v, metadata, causal: bool, return_lse: bo
         what, supported = needed[type(metadata)]
         if not supported():
             raise AttentionBackendError(f"{backend.name} cannot read {what}; select a backend with that need, or sdpa")
+        if getattr(metadata, "last_key_repeats_to", None) is not None and not backend.supports_repeated_last_key():
+            raise AttentionBackendError(
+                f"{backend.name} cannot count a sequence's last key several times (last_key_repeats_to); pack without "
+                "it and merge the other keys' share with merge_pad_rows"
+            )
     if causal and not backend.supports_causal():
         raise AttentionBackendError(f"{backend.name} has no causal attention; select one with causal=True, or sdpa")
     if return_lse and not backend.supports_lse():

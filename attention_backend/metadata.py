@@ -40,14 +40,22 @@ class PackedKV:
     cu_seqlens_q: torch.Tensor | None = None  # int32 [B + 1]; None: Q is padded
     max_seqlen_q: int | None = None
     q_lens: tuple[int, ...] | None = None
+    # The last key of a shorter sequence counts as often as brings it to this many keys; None: all keys count once.
+    last_key_repeats_to: int | None = None
 
     def check(self, q: torch.Tensor, k: torch.Tensor) -> None:
         batch = _check_q(self, q, self.cu_seqlens_kv.shape[0] - 1)
+        if self.last_key_repeats_to is not None and self.last_key_repeats_to < self.max_seqlen_kv:
+            raise ValueError(
+                f"last_key_repeats_to is {self.last_key_repeats_to}, below max_seqlen_kv {self.max_seqlen_kv}; "
+                "no sequence may be longer than what its last key is repeated to"
+            )
         _check_int32("cu_seqlens_kv", self.cu_seqlens_kv, (batch + 1,), q.device)
         _check_lens("kv_lens", self.kv_lens, batch, self.max_seqlen_kv, max_total=k.shape[0])
 
     def signature(self) -> tuple:
-        return ("packed", tuple(self.cu_seqlens_kv.shape), self.max_seqlen_kv, self.max_seqlen_q)
+        bounds = (self.max_seqlen_kv, self.max_seqlen_q, self.last_key_repeats_to)
+        return ("packed", tuple(self.cu_seqlens_kv.shape), *bounds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +94,19 @@ AttentionMetadata = PaddedKV | PackedKV | PagedKV
 
 @dataclass(frozen=True, eq=False)
 class PackedPadKV:
-    """Packed real rows plus, for each sequence, a count of identical pad rows that were left out of the packing."""
+    """Packed real rows plus, for each sequence, a count of identical pad rows that were left out of the packing.
+
+    formulation "merge": `packed` has the real rows alone, and merge_pad_rows adds the pad rows' share to the result.
+    "repeated_key": each sequence with pads ends in one pad row, which the kernel counts as often as there were pads.
+    """
 
     packed: PackedKV
     pad_lens: tuple[int, ...]  # [B] on the host
     log_pad_lens: torch.Tensor  # fp64 [B], natural log; -inf where a sequence has no pads
+    formulation: str = "merge"
 
     def signature(self) -> tuple:
-        return ("packed_pad", *self.packed.signature())
+        return ("packed_pad", self.formulation, *self.packed.signature())
 
 
 class AttentionMetadataState:
@@ -113,7 +126,11 @@ class AttentionMetadataState:
         self.builds = 0
         self.device_copies = 0
         self._entries: OrderedDict[tuple, object] = OrderedDict()
-        self._current: dict[str, object] = {}
+        self._signatures: dict[str, tuple] = {}
+
+    def dense_kv(self, role: str, batch: int, kv_len: int) -> None:
+        """Notes for the signature that a role attends to all of K/V [batch, kv_len, Hkv, D]; nothing is built."""
+        self._signatures[role] = ("dense", batch, kv_len)
 
     def padded_kv(self, role: str, kv_lens: Sequence[int], max_seqlen_kv: int, device: torch.device | str) -> PaddedKV:
         """Key lengths [B] over K/V padded to max_seqlen_kv rows."""
@@ -148,17 +165,31 @@ class AttentionMetadataState:
         return self._get(role, ("packed", lens, bound, q), device, build)
 
     def packed_pad_kv(
-        self, role: str, kv_lens: Sequence[int], padded_len: int, device: torch.device | str
+        self,
+        role: str,
+        kv_lens: Sequence[int],
+        padded_len: int,
+        device: torch.device | str,
+        *,
+        formulation: str = "merge",
     ) -> PackedPadKV:
-        """Packed real rows [B] and how many pad rows bring each sequence to padded_len."""
+        """Packed real rows [B] and how many pad rows bring each sequence to padded_len.
+
+        formulation: "merge" or "repeated_key", see PackedPadKV.
+        """
+        if formulation not in ("merge", "repeated_key"):
+            raise ValueError(f"formulation is {formulation!r}; it must be 'merge' or 'repeated_key'")
         lens = host_lens("kv_lens", kv_lens, padded_len)
         pad_lens = tuple(padded_len - n for n in lens)
+        repeats_to = padded_len if formulation == "repeated_key" else None
+        packed_lens = lens if repeats_to is None else tuple(n + (n < padded_len) for n in lens)
 
         def build(to_device) -> PackedPadKV:
-            cu_kv, pads = to_device(_starts(lens), pad_lens)
-            return PackedPadKV(PackedKV(cu_kv, padded_len, lens), pad_lens, pads.double().log())
+            cu_kv, pads = to_device(_starts(packed_lens), pad_lens)
+            packed = PackedKV(cu_kv, padded_len, packed_lens, last_key_repeats_to=repeats_to)
+            return PackedPadKV(packed, pad_lens, pads.double().log(), formulation)
 
-        return self._get(role, ("packed_pad", lens, padded_len), device, build)
+        return self._get(role, ("packed_pad", lens, padded_len, formulation), device, build)
 
     def paged_kv(
         self,
@@ -195,13 +226,13 @@ class AttentionMetadataState:
         return self._get(role, ("paged", tables, lens, block_size, bound, q), device, build)
 
     def signature(self) -> tuple:
-        """What a CUDA graph is keyed on: the shapes and bounds of each role's current entry, never its lengths."""
-        return tuple((role, entry.signature()) for role, entry in sorted(self._current.items()))
+        """What a CUDA graph is keyed on: each role's current kind, shapes, bounds, formulation, never its lengths."""
+        return tuple(sorted(self._signatures.items()))
 
     def clear(self) -> None:
         """Forgets all entries; the counters go on."""
         self._entries.clear()
-        self._current.clear()
+        self._signatures.clear()
 
     def _get(self, role: str, layout: tuple, device: torch.device | str, build: Callable):
         device = torch.device(device)
@@ -216,7 +247,7 @@ class AttentionMetadataState:
         else:
             self.hits += 1
             self._entries.move_to_end(key)
-        self._current[role] = entry
+        self._signatures[role] = entry.signature()
         return entry
 
     def _to_device(self, rows: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from attention_backend import (
     PackedKV,
     PackedPadKV,
     merge_pad_rows,
+    pad_formulation,
     select_backend,
 )
 from attention_backend.metadata import host_lens
@@ -33,8 +34,8 @@ CROSS_KV_NEEDS = {
 class CrossKV:
     """Keys and values of one cross-attention site, ready for every step.
 
-    k, v [B, L, H, D] (metadata None) or packed [total, H, D] (PackedKV, PackedPadKV); with PackedPadKV the one key and
-    value of all pad rows, k_pad, v_pad [H, D].
+    k, v [B, L, H, D] (metadata None) or packed [total, H, D] (PackedKV, PackedPadKV); where pad rows are to be merged
+    in, the one key and value of them all, k_pad, v_pad [H, D].
     """
 
     k: torch.Tensor
@@ -167,24 +168,37 @@ class Attention(nn.Module):
         """Projected rows of a ragged batch in the form that `cross_kv` asks for.
 
         k, v [sum(kv_lens) + 1, H, D]: the real rows of all sequences, then the one pad row, which may be missing if
-        no sequence is shorter than padded_len.
+        no sequence is shorter than padded_len. "packed_pad_exact" takes the formulation that is fastest for the layout.
         """
         lens = host_lens("kv_lens", kv_lens, padded_len)
         total, batch = sum(lens), len(lens)
+        state, formulation = self.attention_metadata_state, self.cross_kv
         if min(lens) == padded_len:  # no pads: every mode is the dense one
+            state.dense_kv(self.role, batch, padded_len)
             return CrossKV(*(x[:total].unflatten(0, (batch, padded_len)) for x in (k, v)))
-        if self.cross_kv == "padded":
-            return CrossKV(*(_expand_pads(x, lens, padded_len) for x in (k, v)))
-        state = self.attention_metadata_state
         if self.cross_kv == "packed":
-            return CrossKV(k[:total], v[:total], state.packed_kv(self.role, lens, k.device))
-        pads = state.packed_pad_kv(self.role, lens, padded_len, k.device)
+            # The bound is the same for all layouts, as what is compiled and captured depends on it.
+            packed = state.packed_kv(self.role, lens, k.device, max_seqlen_kv=padded_len)
+            return CrossKV(k[:total], v[:total], packed)
+        if self.cross_kv == "packed_pad_exact":
+            repeated_key = self.backend.supports_repeated_last_key()
+            formulation = pad_formulation(lens, padded_len, repeated_key=repeated_key)
+        if formulation == "padded":
+            state.dense_kv(self.role, batch, padded_len)
+            num_pads = [padded_len - n for n in lens]
+            return CrossKV(*(_with_pads(x, lens, num_pads).unflatten(0, (batch, padded_len)) for x in (k, v)))
+        pads = state.packed_pad_kv(self.role, lens, padded_len, k.device, formulation=formulation)
+        if formulation == "repeated_key":
+            num_pads = [int(n < padded_len) for n in lens]
+            return CrossKV(_with_pads(k, lens, num_pads), _with_pads(v, lens, num_pads), pads)
         return CrossKV(k[:total], v[:total], pads, k[total], v[total])
 
     def attend(self, q: torch.Tensor, kv: CrossKV) -> torch.Tensor:
         """q [B, S, H, D] over one CrossKV → [B, S, H, D], in front of the output projection."""
         if not isinstance(kv.metadata, PackedPadKV):
             return self.backend.forward(q, kv.k, kv.v, kv.metadata)
+        if kv.metadata.formulation == "repeated_key":
+            return self.backend.forward(q, kv.k, kv.v, kv.metadata.packed)
         out, lse = self.backend.forward(q, kv.k, kv.v, kv.metadata.packed, return_lse=True)
         return merge_pad_rows(q, out, lse, kv.k_pad, kv.v_pad, kv.metadata, self.backend.spec.softmax_scale)
 
@@ -217,9 +231,7 @@ def pack_rows(x: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
     return torch.cat([x[b, :n] for b, n in enumerate(lens)])
 
 
-def _expand_pads(rows: torch.Tensor, lens: tuple[int, ...], padded_len: int) -> torch.Tensor:
-    """Packed real rows and one pad row [sum(lens) + 1, H, D] → padded [B, padded_len, H, D]."""
-    pad = rows[-1:]
-    *real, _ = rows.split([*lens, 1])
-    parts = [part for row in real for part in (row, pad.expand(padded_len - row.shape[0], *pad.shape[1:]))]
-    return torch.cat(parts).unflatten(0, (len(lens), padded_len))
+def _with_pads(rows: torch.Tensor, lens: Sequence[int], num_pads: Sequence[int]) -> torch.Tensor:
+    """Packed real rows and one pad row [sum(lens) + 1, H, D] → the same with num_pads[b] pad rows after sequence b."""
+    *real, pad = rows.split([*lens, 1])
+    return torch.cat([part for row, n in zip(real, num_pads, strict=True) for part in (row, pad.expand(n, -1, -1))])

@@ -237,3 +237,13 @@ def test_impossible_specs_are_refused(change, message):
     fields = {"role": "self", "num_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
     with pytest.raises(ValueError, match=message):
         AttentionSpec(**(fields | change))
+
+
+def test_a_last_key_that_counts_several_times_is_never_counted_once():
+    q, k, v = tensors()
+    cu = torch.tensor([0, 6, 12], dtype=torch.int32)
+    call = (q, k.flatten(0, 1), v.flatten(0, 1))
+    with pytest.raises(AttentionBackendError, match="sdpa cannot count a sequence's last key several times"):
+        select_backend("sdpa", SPEC).forward(*call, PackedKV(cu, 6, (6, 6), last_key_repeats_to=8))
+    with pytest.raises(ValueError, match="last_key_repeats_to is 5, below max_seqlen_kv 6"):
+        PackedKV(cu, 6, (6, 6), last_key_repeats_to=5).check(q, call[1])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attention_backend import AttentionBackend, AttentionBackendError, AttentionMetadataState, PackedKV
+from attention_backend.sdpa import SDPABackend
 from visual_gen import Attention
 from visual_gen.modules.rope import RotaryTable, apply_rotary
 
@@ -60,6 +61,55 @@ def test_cross_attention_modes(lens):
         q = padded.project_q(x[b : b + 1])
         expected = padded.to_out(dense_attention(q, key, value).float().flatten(2))
         torch.testing.assert_close(out["padded"][b : b + 1], expected, rtol=0, atol=1e-5)
+
+
+class Repeating(SDPABackend):
+    """Counts a repeated last key by writing it out; keeps what it was called with."""
+
+    name = "repeating"
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.calls = []
+
+    @classmethod
+    def supports_repeated_last_key(cls):
+        return True
+
+    def attend(self, q, k, v, metadata, *, causal, return_lse):
+        repeats_to = getattr(metadata, "last_key_repeats_to", None)
+        self.calls.append((type(metadata).__name__, repeats_to, return_lse))
+        if repeats_to is not None:
+            rows = [x.split(metadata.kv_lens) for x in (k, v)]
+            k, v = (torch.stack([torch.cat([r, r[-1:].expand(repeats_to - len(r), -1, -1)]) for r in x]) for x in rows)
+            metadata = None
+        return super().attend(q, k, v, metadata, causal=causal, return_lse=return_lse)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("lens", "rows", "call", "signature"),
+    [
+        ((300, 126), 428, ("PackedKV", 512, False), ("packed_pad", "repeated_key", "packed", (3,), 512, None, 512)),
+        ((120, 0), 122, ("PackedKV", 512, False), ("packed_pad", "repeated_key", "packed", (3,), 512, None, 512)),
+        ((512, 126), 638, ("PackedKV", None, True), ("packed_pad", "merge", "packed", (3,), 512, None, None)),
+        ((500, 400), 1024, ("NoneType", None, False), ("dense", 2, 512)),
+        ((512, 512), 1024, ("NoneType", None, False), ("dense", 2, 512)),
+    ],
+)
+def test_pad_exact_takes_the_formulation_of_the_layout_where_the_backend_has_both(lens, rows, call, signature):
+    torch.manual_seed(1)
+    x, text = torch.randn(2, 7, HIDDEN), torch.randn(sum(lens) + 1, HIDDEN)
+    padded = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text")
+    backend = Repeating(padded.spec())
+    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text", cross_kv="packed_pad_exact", backend=backend)
+    site.load_state_dict(padded.state_dict())
+    kv = site.arrange_kv(*site.project_kv(text), lens, 512)
+    expected = padded(x, padded.arrange_kv(*padded.project_kv(text), lens, 512))
+    torch.testing.assert_close(site(x, kv), expected, rtol=0, atol=1e-5)
+    assert kv.k.flatten(0, -3).shape[0] == kv.v.flatten(0, -3).shape[0] == rows
+    assert backend.calls == [call]
+    assert site.attention_metadata_state.signature() == (("cross_text", signature),)
 
 
 @torch.no_grad()
