@@ -164,22 +164,33 @@ class Attention(nn.Module):
         heads = (self.num_heads, self.head_dim)
         return k.unflatten(-1, heads), v.unflatten(-1, heads)
 
-    def arrange_kv(self, k: torch.Tensor, v: torch.Tensor, kv_lens: Sequence[int], padded_len: int) -> CrossKV:
+    def arrange_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_lens: Sequence[int],
+        padded_len: int,
+        *,
+        fixed_capacity: bool = False,
+    ) -> CrossKV:
         """Projected rows of a ragged batch in the form that `cross_kv` asks for.
 
         k, v [sum(kv_lens) + 1, H, D]: the real rows of all sequences, then the one pad row, which may be missing if
         no sequence is shorter than padded_len. "packed_pad_exact" takes the formulation that is fastest for the layout.
+        fixed_capacity: packed rows lie in a buffer of B · padded_len rows, zeros behind them, so that what is compiled
+        or captured for one layout serves the others.
         """
         lens = host_lens("kv_lens", kv_lens, padded_len)
         total, batch = sum(lens), len(lens)
         state, formulation = self.attention_metadata_state, self.cross_kv
+        capacity = batch * padded_len if fixed_capacity else 0
         if min(lens) == padded_len:  # no pads: every mode is the dense one
             state.dense_kv(self.role, batch, padded_len)
             return CrossKV(*(x[:total].unflatten(0, (batch, padded_len)) for x in (k, v)))
         if self.cross_kv == "packed":
             # The bound is the same for all layouts, as what is compiled and captured depends on it.
             packed = state.packed_kv(self.role, lens, k.device, max_seqlen_kv=padded_len)
-            return CrossKV(k[:total], v[:total], packed)
+            return CrossKV(_fill_up(k[:total], capacity), _fill_up(v[:total], capacity), packed)
         if self.cross_kv == "packed_pad_exact":
             repeated_key = self.backend.supports_repeated_last_key()
             formulation = pad_formulation(lens, padded_len, repeated_key=repeated_key)
@@ -190,8 +201,8 @@ class Attention(nn.Module):
         pads = state.packed_pad_kv(self.role, lens, padded_len, k.device, formulation=formulation)
         if formulation == "repeated_key":
             num_pads = [int(n < padded_len) for n in lens]
-            return CrossKV(_with_pads(k, lens, num_pads), _with_pads(v, lens, num_pads), pads)
-        return CrossKV(k[:total], v[:total], pads, k[total], v[total])
+            return CrossKV(*(_fill_up(_with_pads(x, lens, num_pads), capacity) for x in (k, v)), pads)
+        return CrossKV(*(_fill_up(x[:total], capacity) for x in (k, v)), pads, k[total], v[total])
 
     def attend(self, q: torch.Tensor, kv: CrossKV) -> torch.Tensor:
         """q [B, S, H, D] over one CrossKV → [B, S, H, D], in front of the output projection."""
@@ -235,3 +246,9 @@ def _with_pads(rows: torch.Tensor, lens: Sequence[int], num_pads: Sequence[int])
     """Packed real rows and one pad row [sum(lens) + 1, H, D] → the same with num_pads[b] pad rows after sequence b."""
     *real, pad = rows.split([*lens, 1])
     return torch.cat([part for row, n in zip(real, num_pads, strict=True) for part in (row, pad.expand(n, -1, -1))])
+
+
+def _fill_up(rows: torch.Tensor, capacity: int) -> torch.Tensor:
+    """rows [n, H, D], with zeros up to `capacity` rows if they are fewer; kernels read behind the last real row."""
+    missing = capacity - rows.shape[0]
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing > 0 else rows

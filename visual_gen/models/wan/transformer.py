@@ -141,11 +141,14 @@ class WanTransformer(nn.Module):
         encoder_hidden_states: torch.Tensor,
         text_lens: Sequence[int] | None = None,
         encoder_hidden_states_image: torch.Tensor | None = None,
+        *,
+        fixed_capacity: bool = False,
     ) -> TextKV:
         """Text keys and values of all layers, from the real rows and one pad row; needed once for a request.
 
         encoder_hidden_states [B, L, text_dim]; text_lens: host ints, the real rows of each (None: all L); rows past
         them count as zeros. encoder_hidden_states_image [B, N, image_dim], for models with image inputs.
+        fixed_capacity: packed rows lie in buffers of B · L rows, for blocks compiled or captured once for all lengths.
         Raises ValueError on shapes and lengths that do not fit.
         """
         text = encoder_hidden_states
@@ -162,7 +165,8 @@ class WanTransformer(nn.Module):
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[-1])])
         rows = self.text_embedding(rows.to(self.dtype))
         layers = tuple(
-            site.arrange_kv(*site.project_kv(rows), lens, padded_len) for site in (b.cross_text for b in self.blocks)
+            site.arrange_kv(*site.project_kv(rows), lens, padded_len, fixed_capacity=fixed_capacity)
+            for site in (b.cross_text for b in self.blocks)
         )
         image = self._project_image(encoder_hidden_states_image, batch)
         return TextKV(lens, padded_len, self.attention.cross_kv, layers, image)
