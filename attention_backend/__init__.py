@@ -3,6 +3,7 @@
 from attention_backend.interface import AttentionBackend, AttentionBackendError, AttentionSpec, AttentionTensorLayout
 from attention_backend.merge import merge_attention, merge_pad_rows
 from attention_backend.metadata import AttentionMetadataState, PackedKV, PackedPadKV, PaddedKV, PagedKV
+from attention_backend.pad_formulation import pad_formulation
 from attention_backend.selection import (
     AUTO_ORDER,
     Selection,
@@ -28,6 +29,7 @@ __all__ = [
     "backend_classes",
     "merge_attention",
     "merge_pad_rows",
+    "pad_formulation",
     "register_backend",
     "select_backend",
 ]

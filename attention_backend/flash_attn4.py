@@ -45,6 +45,10 @@ class FlashAttention4Backend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_repeated_last_key(cls) -> bool:
+        return True
+
+    @classmethod
     def unavailable_reason(cls) -> str | None:
         problem = import_problem("flash_attn.cute")
         if problem:
@@ -73,7 +77,8 @@ class FlashAttention4Backend(AttentionBackend):
         else:
             q_side = (metadata.max_seqlen_kv, metadata.cu_seqlens_q, metadata.max_seqlen_q)
             if isinstance(metadata, PackedKV):
-                out, lse = ops.packed(q, k, v, metadata.cu_seqlens_kv, *q_side, *call)
+                repeats_to = metadata.last_key_repeats_to
+                out, lse = ops.packed(q, k, v, metadata.cu_seqlens_kv, *q_side, repeats_to, *call)
             else:
                 out, lse = ops.paged(q, k, v, metadata.block_table, metadata.seqused_kv, *q_side, *call)
         return out, lse if return_lse else None

@@ -21,6 +21,13 @@ def kernel_package():
     return flash_attn.cute
 
 
+def score_modifiers():
+    """The modifiers of scores, in a module of their own because it imports the kernel package's compiler."""
+    from attention_backend import flash_attn4_score_mod
+
+    return flash_attn4_score_mod
+
+
 def run_dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool, return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,6 +60,7 @@ def run_packed(
     max_seqlen_k: int,
     cu_seqlens_q: torch.Tensor | None,
     max_seqlen_q: int | None,
+    last_key_repeats_to: int | None,
     softmax_scale: float,
     causal: bool,
     return_lse: bool,
@@ -61,6 +69,9 @@ def run_packed(
 
     Padded Q keeps its own form (no cu_seqlens_q is made up for it), which keeps the kernel's persistent scheduling.
     """
+    modifier = {}
+    if last_key_repeats_to is not None:
+        modifier["score_mod"] = score_modifiers().repeated_last_key(last_key_repeats_to)
     return _varlen(
         q,
         k,
@@ -72,6 +83,7 @@ def run_packed(
         max_seqlen_k=max_seqlen_k,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
+        **modifier,
     )
 
 
@@ -104,10 +116,10 @@ def run_paged(
     )
 
 
-def _varlen(q, k, v, softmax_scale: float, causal: bool, return_lse: bool, **lengths):
+def _varlen(q, k, v, softmax_scale: float, causal: bool, return_lse: bool, **options):
     # num_splits=1: the only value on SM90, and a row's result never depends on who shares its batch.
     result = kernel_package().flash_attn_varlen_func(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, num_splits=1, return_lse=return_lse, **lengths
+        q, k, v, softmax_scale=softmax_scale, causal=causal, num_splits=1, return_lse=return_lse, **options
     )
     return _out_and_lse(q, result, return_lse)
 

@@ -5,6 +5,7 @@ Shape letters: B batch, Sq query rows, Skv key rows, H query heads, Hkv key/valu
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from attention_backend.metadata import AttentionMetadata, PackedKV, PaddedKV, PagedKV
+from attention_backend.metadata import AttentionMetadata, PackedKV, PaddedKV, PagedKV, device_with_index
 
 ROLES = ("self", "cross_text", "cross_image")
 NEEDS = frozenset({"varlen", "padding_mask", "lse", "paged_kv", "grad"})
@@ -58,7 +59,7 @@ class AttentionSpec:
             raise ValueError(f"needs has {sorted(unknown)}; known needs are {sorted(NEEDS)}")
         set_ = object.__setattr__
         set_(self, "needs", frozenset(self.needs))
-        set_(self, "device", _with_index(torch.device(self.device)))
+        set_(self, "device", device_with_index(self.device))
         if self.num_kv_heads is None:
             set_(self, "num_kv_heads", self.num_heads)
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -66,6 +67,8 @@ class AttentionSpec:
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; grouped-query "
                 "attention needs every key/value head to serve the same number of query heads"
             )
+        if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
+            raise ValueError(f"softmax_scale is {self.softmax_scale}; it must be finite (None means head_dim ** -0.5)")
         if self.softmax_scale is None:
             set_(self, "softmax_scale", self.head_dim**-0.5)
 
@@ -112,6 +115,11 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_causal(cls) -> bool:
         """Causal masking aligned bottom-right: the last query sees every key."""
+        return False
+
+    @classmethod
+    def supports_repeated_last_key(cls) -> bool:
+        """Packed sequences whose last key stands for several equal ones (PackedKV.last_key_repeats_to)."""
         return False
 
     @classmethod
@@ -183,13 +191,6 @@ class AttentionBackend(ABC):
         """The kernel call behind `forward`, on checked arguments."""
 
 
-def _with_index(device: torch.device) -> torch.device:
-    """ "cuda" as the device that it means now, so that it compares equal to the device of a tensor on it."""
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 def _check_capabilities(backend, q, k, v, metadata, causal: bool, return_lse: bool) -> None:
     needed = {
         PackedKV: ("packed K/V", backend.supports_varlen),
@@ -202,6 +203,11 @@ def _check_capabilities(backend, q, k, v, metadata, causal: bool, return_lse: bo
         what, supported = needed[type(metadata)]
         if not supported():
             raise AttentionBackendError(f"{backend.name} cannot read {what}; select a backend with that need, or sdpa")
+        if getattr(metadata, "last_key_repeats_to", None) is not None and not backend.supports_repeated_last_key():
+            raise AttentionBackendError(
+                f"{backend.name} cannot count a sequence's last key several times (last_key_repeats_to); pack without "
+                "it and merge the other keys' share with merge_pad_rows"
+            )
     if causal and not backend.supports_causal():
         raise AttentionBackendError(f"{backend.name} has no causal attention; select one with causal=True, or sdpa")
     if return_lse and not backend.supports_lse():

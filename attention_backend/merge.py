@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 
 from attention_backend.metadata import PackedPadKV
@@ -45,21 +47,74 @@ def merge_pad_rows(
     q, out [B, Sq, H, D]; lse [B, H, Sq] of `out`; k_pad, v_pad [Hkv, D]. Returns [B, Sq, H, D]; sequences without
     pads come back untouched. `out` may be overwritten if no gradients are wanted.
     """
+    call = (k_pad, v_pad, pads.log_pad_lens, softmax_scale)
+    # Attention saves its output for the backward pass, so what gradients go through is not overwritten.
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, out, k_pad, v_pad)):
+        return merged_pad_rows(q, out, lse, *call)
+    # A graph, compiled or captured, that had read pad_lens would serve one layout alone.
+    if torch.compiler.is_compiling() or (out.is_cuda and torch.cuda.is_current_stream_capturing()):
+        merge_pad_rows_(q, out, lse, *call)
+        return out
+    for rows in _runs_with_pads(pads.pad_lens):
+        merge_pad_rows_(q[rows], out[rows], lse[rows], k_pad, v_pad, pads.log_pad_lens[rows], softmax_scale)
+    return out
+
+
+def merged_pad_rows(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    k_pad: torch.Tensor,
+    v_pad: torch.Tensor,
+    log_pad_lens: torch.Tensor,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """merge_pad_rows in plain tensor operations, several passes over the output; differentiable. Returns a new out."""
     groups = q.shape[2] // k_pad.shape[0]
     k_pad, v_pad = (x.repeat_interleave(groups, dim=0) for x in (k_pad, v_pad))
-    # Attention saves its output for the backward pass, so what gradients go through is not overwritten.
-    tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (q, out, k_pad, v_pad))
-    rows = list(out.unbind())
-    for b, num_pads in enumerate(pads.pad_lens):
-        if num_pads == 0:
-            continue
-        score = torch.einsum("shd,hd->hs", q[b].to(lse.dtype), k_pad.to(lse.dtype)) * softmax_scale
-        merged = _interpolate(rows[b], v_pad.expand_as(rows[b]), lse[b], score + pads.log_pad_lens[b])
-        if tracked:
-            rows[b] = merged
-        else:
-            rows[b].copy_(merged)
-    return torch.stack(rows) if tracked else out
+    k_pad, v_pad = k_pad.to(lse.dtype), v_pad.to(lse.dtype)  # cast while they are small
+    rows = []
+    # One sequence at a time: vectorised functions round by an element's place in the tensor, and a sequence's bits
+    # must not depend on how many of its neighbours have pads.
+    for q_b, out_b, lse_b, log_pad_len in zip(q, out, lse, log_pad_lens.to(lse.dtype), strict=True):
+        score = torch.einsum("shd,hd->hs", q_b.to(lse.dtype), k_pad) * softmax_scale
+        rows.append(_interpolate(out_b, v_pad.expand(out_b.shape), lse_b, score + log_pad_len))
+    return torch.stack(rows)
+
+
+@torch.library.custom_op("attention_backend::merge_pad_rows_", mutates_args=("out",))
+def merge_pad_rows_(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    k_pad: torch.Tensor,
+    v_pad: torch.Tensor,
+    log_pad_lens: torch.Tensor,
+    softmax_scale: float,
+) -> None:
+    """merge_pad_rows into `out`, without gradients: one fused pass on CUDA."""
+    if out.is_cuda and lse.dtype == torch.float32:
+        from attention_backend.merge_pad_rows_triton import launch
+
+        launch(q, out, lse, k_pad, v_pad, log_pad_lens, softmax_scale)
+    else:
+        out.copy_(merged_pad_rows(q, out, lse, k_pad, v_pad, log_pad_lens, softmax_scale))
+
+
+@merge_pad_rows_.register_fake
+def _(q, out, lse, k_pad, v_pad, log_pad_lens, softmax_scale) -> None:
+    return None
+
+
+def _runs_with_pads(pad_lens: tuple[int, ...]) -> list[slice]:
+    """Neighbouring sequences that have pads, so that the others are not even launched for."""
+    runs, first = [], 0
+    for has_pads, run in groupby(pad_lens, key=bool):
+        count = len(list(run))
+        if has_pads:
+            runs.append(slice(first, first + count))
+        first += count
+    return runs
 
 
 def _interpolate(out_a: torch.Tensor, out_b: torch.Tensor, lse_a: torch.Tensor, lse_b: torch.Tensor) -> torch.Tensor:

@@ -40,14 +40,22 @@ class PackedKV:
     cu_seqlens_q: torch.Tensor | None = None  # int32 [B + 1]; None: Q is padded
     max_seqlen_q: int | None = None
     q_lens: tuple[int, ...] | None = None
+    # The last key of a shorter sequence counts as often as brings it to this many keys; None: all keys count once.
+    last_key_repeats_to: int | None = None
 
     def check(self, q: torch.Tensor, k: torch.Tensor) -> None:
         batch = _check_q(self, q, self.cu_seqlens_kv.shape[0] - 1)
+        if self.last_key_repeats_to is not None and self.last_key_repeats_to < self.max_seqlen_kv:
+            raise ValueError(
+                f"last_key_repeats_to is {self.last_key_repeats_to}, below max_seqlen_kv {self.max_seqlen_kv}; "
+                "no sequence may be longer than what its last key is repeated to"
+            )
         _check_int32("cu_seqlens_kv", self.cu_seqlens_kv, (batch + 1,), q.device)
         _check_lens("kv_lens", self.kv_lens, batch, self.max_seqlen_kv, max_total=k.shape[0])
 
     def signature(self) -> tuple:
-        return ("packed", tuple(self.cu_seqlens_kv.shape), self.max_seqlen_kv, self.max_seqlen_q)
+        bounds = (self.max_seqlen_kv, self.max_seqlen_q, self.last_key_repeats_to)
+        return ("packed", tuple(self.cu_seqlens_kv.shape), *bounds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +70,15 @@ class PagedKV:
     max_seqlen_q: int | None = None
     kv_lens: tuple[int, ...] | None = None  # seqused_kv on the host; None if only the device knows it
     q_lens: tuple[int, ...] | None = None
+    max_block_id: int | None = None  # the largest id in block_table, on the host; None if only the device knows it
 
     def check(self, q: torch.Tensor, k: torch.Tensor) -> None:
         batch = _check_q(self, q, self.block_table.shape[0])
         width = self.block_table.shape[-1]
         _check_int32("block_table", self.block_table, (batch, width), q.device)
         _check_int32("seqused_kv", self.seqused_kv, (batch,), q.device)
+        if self.max_block_id is not None and self.max_block_id >= k.shape[0]:
+            raise ValueError(f"the block table names block {self.max_block_id} of a pool of {k.shape[0]} blocks")
         if k.shape[1] != self.block_size:
             raise ValueError(f"block_size is {self.block_size} but the pools have blocks of {k.shape[1]} tokens")
         if self.max_seqlen_kv > width * self.block_size:
@@ -86,14 +97,19 @@ AttentionMetadata = PaddedKV | PackedKV | PagedKV
 
 @dataclass(frozen=True, eq=False)
 class PackedPadKV:
-    """Packed real rows plus, for each sequence, a count of identical pad rows that were left out of the packing."""
+    """Packed real rows plus, for each sequence, a count of identical pad rows that were left out of the packing.
+
+    formulation "merge": `packed` has the real rows alone, and merge_pad_rows adds the pad rows' share to the result.
+    "repeated_key": each sequence with pads ends in one pad row, which the kernel counts as often as there were pads.
+    """
 
     packed: PackedKV
     pad_lens: tuple[int, ...]  # [B] on the host
     log_pad_lens: torch.Tensor  # fp64 [B], natural log; -inf where a sequence has no pads
+    formulation: str = "merge"
 
     def signature(self) -> tuple:
-        return ("packed_pad", *self.packed.signature())
+        return ("packed_pad", self.formulation, *self.packed.signature())
 
 
 class AttentionMetadataState:
@@ -113,7 +129,11 @@ class AttentionMetadataState:
         self.builds = 0
         self.device_copies = 0
         self._entries: OrderedDict[tuple, object] = OrderedDict()
-        self._current: dict[str, object] = {}
+        self._signatures: dict[str, tuple] = {}
+
+    def dense_kv(self, role: str, batch: int, kv_len: int) -> None:
+        """Notes for the signature that a role attends to all of K/V [batch, kv_len, Hkv, D]; nothing is built."""
+        self._signatures[role] = ("dense", batch, kv_len)
 
     def padded_kv(self, role: str, kv_lens: Sequence[int], max_seqlen_kv: int, device: torch.device | str) -> PaddedKV:
         """Key lengths [B] over K/V padded to max_seqlen_kv rows."""
@@ -148,17 +168,31 @@ class AttentionMetadataState:
         return self._get(role, ("packed", lens, bound, q), device, build)
 
     def packed_pad_kv(
-        self, role: str, kv_lens: Sequence[int], padded_len: int, device: torch.device | str
+        self,
+        role: str,
+        kv_lens: Sequence[int],
+        padded_len: int,
+        device: torch.device | str,
+        *,
+        formulation: str = "merge",
     ) -> PackedPadKV:
-        """Packed real rows [B] and how many pad rows bring each sequence to padded_len."""
+        """Packed real rows [B] and how many pad rows bring each sequence to padded_len.
+
+        formulation: "merge" or "repeated_key", see PackedPadKV.
+        """
+        if formulation not in ("merge", "repeated_key"):
+            raise ValueError(f"formulation is {formulation!r}; it must be 'merge' or 'repeated_key'")
         lens = host_lens("kv_lens", kv_lens, padded_len)
         pad_lens = tuple(padded_len - n for n in lens)
+        repeats_to = padded_len if formulation == "repeated_key" else None
+        packed_lens = lens if repeats_to is None else tuple(n + (n < padded_len) for n in lens)
 
         def build(to_device) -> PackedPadKV:
-            cu_kv, pads = to_device(_starts(lens), pad_lens)
-            return PackedPadKV(PackedKV(cu_kv, padded_len, lens), pad_lens, pads.double().log())
+            cu_kv, pads = to_device(_starts(packed_lens), pad_lens)
+            packed = PackedKV(cu_kv, padded_len, packed_lens, last_key_repeats_to=repeats_to)
+            return PackedPadKV(packed, pad_lens, pads.double().log(), formulation)
 
-        return self._get(role, ("packed_pad", lens, padded_len), device, build)
+        return self._get(role, ("packed_pad", lens, padded_len, formulation), device, build)
 
     def paged_kv(
         self,
@@ -172,7 +206,8 @@ class AttentionMetadataState:
         q_lens: Sequence[int] | None = None,
     ) -> PagedKV:
         """Block tables [B][width] (rows of equal width, padded with the null block 0) and lengths [B]."""
-        tables = tuple(tuple(int(block) for block in row) for row in block_tables)
+        tables = tuple(host_lens("block_tables row", row, None) for row in block_tables)
+        max_block_id = max(map(max, tables))
         if len({len(row) for row in tables}) != 1:
             raise ValueError(f"block tables have widths {[len(row) for row in tables]}; pad them to one width with 0")
         if block_size < 1:
@@ -189,22 +224,22 @@ class AttentionMetadataState:
             table, seqused, *cu_q = to_device(flat, lens, *(() if q is None else (_starts(q),)))
             table = table.view(len(tables), -1)
             if q is None:
-                return PagedKV(table, seqused, block_size, bound, kv_lens=lens)
-            return PagedKV(table, seqused, block_size, bound, cu_q[0], max(q), lens, q)
+                return PagedKV(table, seqused, block_size, bound, kv_lens=lens, max_block_id=max_block_id)
+            return PagedKV(table, seqused, block_size, bound, cu_q[0], max(q), lens, q, max_block_id)
 
         return self._get(role, ("paged", tables, lens, block_size, bound, q), device, build)
 
     def signature(self) -> tuple:
-        """What a CUDA graph is keyed on: the shapes and bounds of each role's current entry, never its lengths."""
-        return tuple((role, entry.signature()) for role, entry in sorted(self._current.items()))
+        """What a CUDA graph is keyed on: each role's current kind, shapes, bounds, formulation, never its lengths."""
+        return tuple(sorted(self._signatures.items()))
 
     def clear(self) -> None:
         """Forgets all entries; the counters go on."""
         self._entries.clear()
-        self._current.clear()
+        self._signatures.clear()
 
     def _get(self, role: str, layout: tuple, device: torch.device | str, build: Callable):
-        device = torch.device(device)
+        device = device_with_index(device)
         key = (role, layout, str(device))
         entry = self._entries.get(key)
         if entry is None:
@@ -216,7 +251,7 @@ class AttentionMetadataState:
         else:
             self.hits += 1
             self._entries.move_to_end(key)
-        self._current[role] = entry
+        self._signatures[role] = entry.signature()
         return entry
 
     def _to_device(self, rows: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
@@ -231,6 +266,14 @@ class AttentionMetadataState:
         buffer = buffer.to(device, non_blocking=True)
         self.device_copies += 1
         return [buffer[start : start + len(row)] for start, row in zip(starts, rows, strict=True)]
+
+
+def device_with_index(device: torch.device | str) -> torch.device:
+    """ "cuda" as the device that it means now, so that it compares equal to the device of a tensor on it."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def host_lens(name: str, lens: Sequence[int], max_len: int | None) -> tuple[int, ...]:
@@ -276,8 +319,8 @@ def _check_lens(
     # A compiled graph is tied to every host value that it has read: lengths checked there would compile each layout.
     if lens is None or torch.compiler.is_compiling():
         return
-    if len(lens) != batch or max(lens) > max_len:
-        raise ValueError(f"{name} is {lens}; expected {batch} lengths of at most {max_len}")
+    if len(lens) != batch or max(lens) > max_len or min(lens) < 0:
+        raise ValueError(f"{name} is {lens}; expected {batch} lengths between 0 and {max_len}")
     if max_total is not None and sum(lens) > max_total:
         of = "q has" if name == "q_lens" else "k, v have only"
         raise ValueError(f"{name} sum to {sum(lens)} but {of} {max_total} rows")

@@ -11,7 +11,6 @@ Shape letters: B batch, Sq query rows, Skv key rows, H query heads, Hkv key/valu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 from typing import ClassVar
 
 import torch
@@ -79,6 +78,8 @@ class SDPABackend(AttentionBackend):
 
 
 def _lens_on_host(metadata: AttentionMetadata) -> bool:
+    if torch.compiler.is_compiling():
+        return False  # a graph that had read them would serve one layout alone
     packed_q = getattr(metadata, "cu_seqlens_q", None) is not None
     return metadata.kv_lens is not None and not (packed_q and metadata.q_lens is None)
 
@@ -87,9 +88,13 @@ def _equal_runs(q, k, v, metadata) -> Iterator[tuple[torch.Tensor, torch.Tensor,
     """Neighbours of equal lengths, as views: q [b, q_len, H, D], k and v [b, kv_len, Hkv, D] (of pages: copies)."""
     packed_q = q.ndim == 3
     q_lens = metadata.q_lens if packed_q else (q.shape[1],) * q.shape[0]
+    lens = list(zip(q_lens, metadata.kv_lens, strict=True))
     first = q_start = kv_start = 0
-    for (q_len, kv_len), run in groupby(zip(q_lens, metadata.kv_lens, strict=True)):
-        count = sum(1 for _ in run)
+    while first < len(lens):
+        q_len, kv_len = lens[first]
+        count = 1
+        while first + count < len(lens) and lens[first + count] == lens[first]:
+            count += 1
         rows = slice(first, first + count)
         if isinstance(metadata, PaddedKV):
             keys, values = k[rows, :kv_len], v[rows, :kv_len]
@@ -234,25 +239,26 @@ def _fused(q, k, v, scale: float, is_causal: bool, num_visible) -> torch.Tensor 
 
 def _fused_with_lse(q, k, v, scale: float, is_causal: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The private operators behind scaled_dot_product_attention that also return the LSE; (None, None) if none fits."""
-    dtype, head_dim = q.dtype, q.shape[3]
-    if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+    dtype, head_dim, aten = q.dtype, q.shape[3], torch.ops.aten
+    if q.device.type == "cpu" and hasattr(aten, "_scaled_dot_product_flash_attention_for_cpu"):
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
     if q.device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None, None
-    if dtype != torch.float32 and head_dim % 8 == 0 and head_dim <= 256 and _has_flash(q.device):
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
+    if dtype != torch.float32 and head_dim % 8 == 0 and head_dim <= 256 and _has(aten, "flash", q.device):
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
         return out, lse
-    if head_dim * dtype.itemsize % 16 == 0:
+    if head_dim * dtype.itemsize % 16 == 0 and _has(aten, "efficient", q.device):
         k, v = _repeat_heads(q.shape[1], k, v)
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, is_causal, scale=scale
-        )
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)
         return out, lse[:, :, : q.shape[2]]  # its rows are padded to a multiple of 32
     return None, None
 
 
-def _has_flash(device: torch.device) -> bool:
-    return torch.cuda.get_device_properties(device).major >= 8
+def _has(aten, kind: str, device: torch.device) -> bool:
+    """Whether this torch has the private operator, and the device runs it."""
+    min_major = {"flash": 8, "efficient": 5}[kind]
+    found = hasattr(aten, f"_scaled_dot_product_{kind}_attention")
+    return found and torch.cuda.get_device_properties(device).major >= min_major
 
 
 def _repeat_heads(num_heads: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,6 +35,8 @@ def register_backend(cls: type[AttentionBackend]) -> type[AttentionBackend]:
 
     Raises ValueError if the name is missing, is "auto", or belongs to another class.
     """
+    if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
+        raise ValueError(f"{cls!r} is no subclass of AttentionBackend; only those can be registered")
     name = getattr(cls, "name", None)
     if not isinstance(name, str) or not name or name == "auto":
         raise ValueError(f"{cls.__name__}.name is {name!r}; a backend needs a name of its own other than 'auto'")
@@ -62,8 +64,8 @@ def backend_classes() -> dict[str, type[AttentionBackend]]:
 
 def available_backends() -> dict[str, str | None]:
     """For each known name: None if it can run on this machine, else why not and how to get it."""
-    reasons = {name: cls.unavailable_reason() for name, cls in backend_classes().items()}
-    return reasons | _broken_entry_points
+    reasons = {name: _unavailable(cls) for name, cls in backend_classes().items()}
+    return _broken_entry_points | reasons
 
 
 def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
@@ -75,7 +77,9 @@ def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
     classes = backend_classes()
     if name == "auto":
         return _select_auto(classes, spec)
-    if name in _broken_entry_points:
+    if not isinstance(name, str):
+        raise AttentionBackendError(f"the backend's name is {name!r}; it must be 'auto' or one of {sorted(classes)}")
+    if name in _broken_entry_points and name not in classes:
         raise AttentionBackendError(f"backend {name!r}: {_broken_entry_points[name]}")
     if name not in classes:
         near = difflib.get_close_matches(name, classes, n=1, cutoff=0.4)
@@ -105,8 +109,15 @@ def _select_auto(classes: dict[str, type[AttentionBackend]], spec: AttentionSpec
     raise AttentionBackendError(f"no backend can serve {spec.role} attention on {spec.device}: {against}")
 
 
+def _unavailable(cls: type[AttentionBackend]) -> str | None:
+    try:
+        return cls.unavailable_reason()
+    except Exception as error:  # a foreign probe that crashes is a reason against that backend, not against the others
+        return f"asking {cls.name} whether it is available failed: {type(error).__name__}: {error}"
+
+
 def _reasons_against(cls: type[AttentionBackend], spec: AttentionSpec) -> list[str]:
-    unavailable = cls.unavailable_reason()
+    unavailable = _unavailable(cls)
     return ([unavailable] if unavailable else []) + cls.unsupported_reasons(spec)
 
 

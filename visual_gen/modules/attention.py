@@ -16,6 +16,7 @@ from attention_backend import (
     PackedKV,
     PackedPadKV,
     merge_pad_rows,
+    pad_formulation,
     select_backend,
 )
 from attention_backend.metadata import host_lens
@@ -33,8 +34,8 @@ CROSS_KV_NEEDS = {
 class CrossKV:
     """Keys and values of one cross-attention site, ready for every step.
 
-    k, v [B, L, H, D] (metadata None) or packed [total, H, D] (PackedKV, PackedPadKV); with PackedPadKV the one key and
-    value of all pad rows, k_pad, v_pad [H, D].
+    k, v [B, L, H, D] (metadata None) or packed [total, H, D] (PackedKV, PackedPadKV); where pad rows are to be merged
+    in, the one key and value of them all, k_pad, v_pad [H, D].
     """
 
     k: torch.Tensor
@@ -77,7 +78,7 @@ class Attention(nn.Module):
         if cross_kv not in CROSS_KV_NEEDS:
             raise ValueError(f"cross_kv is {cross_kv!r}; it must be one of {', '.join(CROSS_KV_NEEDS)}")
         if cross_kv != "padded" and role != "cross_text":
-            raise ValueError(f"cross_kv is {cross_kv!r} at a {role!r} site; only 'cross_text' has rows of unequal length")
+            raise ValueError(f"cross_kv is {cross_kv!r} at a {role!r} site; only 'cross_text' has ragged rows")
         if kv_size is not None and role == "self":
             raise ValueError(f"kv_size is {kv_size} at a 'self' site, which projects its own rows: leave it out")
         if qk_norm not in (None, "rms_norm_across_heads"):
@@ -190,26 +191,37 @@ class Attention(nn.Module):
 
         rows: the real rows [n, kv_size] of each sequence, n at most padded_len. pad_row [1, kv_size]: what stands
         after them up to padded_len; needed if any is shorter. fixed_capacity: packed rows lie in a buffer for
-        B · padded_len rows, so that a compiled or captured step takes every layout. Raises ValueError on bad rows.
+        B · padded_len rows, so that a compiled or captured step takes every layout. "packed_pad_exact" takes the
+        formulation that is fastest for the layout. Raises ValueError on bad rows.
         """
         lens = host_lens("lengths of rows", [len(x) for x in rows], padded_len)
         # Each sequence is projected alone: the bits of a matrix product depend on how many rows it has, and a prompt's
         # must not depend on its neighbours.
         keys, values = (list(x) for x in zip(*(self.project_kv(x) for x in rows), strict=True))
-        if min(lens) == padded_len:  # no pads: every mode is the dense one
-            return CrossKV(torch.stack(keys), torch.stack(values))
-        if pad_row is None and self.cross_kv != "packed":
-            raise ValueError(f"rows have lengths {lens} of {padded_len}: give pad_row, which stands in the other places")
-        state, device = self.attention_metadata_state, keys[0].device
-        if self.cross_kv == "packed":
-            metadata, pads = state.packed_kv(self.role, lens, device, max_seqlen_kv=padded_len), ()
+        state, device, num_pads = self.attention_metadata_state, keys[0].device, [padded_len - n for n in lens]
+        formulation = self.cross_kv if any(num_pads) else "padded"
+        if formulation == "packed_pad_exact":
+            formulation = pad_formulation(lens, padded_len, repeated_key=self.backend.supports_repeated_last_key())
+        pads, metadata = (), None
+        if any(num_pads) and formulation != "packed":
+            if pad_row is None:
+                raise ValueError(f"rows have lengths {lens} of {padded_len}: give pad_row, which stands behind them")
+            pads = tuple(x[0].clone() for x in self.project_kv(pad_row))  # no view: it would keep K and V together
+        if formulation == "padded":
+            state.dense_kv(self.role, len(rows), padded_len)
+        elif formulation == "packed":
+            # The bound is the same for all layouts, as what is compiled and captured depends on it.
+            metadata = state.packed_kv(self.role, lens, device, max_seqlen_kv=padded_len)
         else:
-            pads = tuple(x[0].clone() for x in self.project_kv(pad_row))  # not a view, which would keep K with V
-            if self.cross_kv == "padded":
-                return CrossKV(*(_pad_rows(x, pad, padded_len) for x, pad in zip((keys, values), pads, strict=True)))
-            metadata = state.packed_pad_kv(self.role, lens, padded_len, device)
+            metadata = state.packed_pad_kv(self.role, lens, padded_len, device, formulation=formulation)
+        if formulation in ("padded", "repeated_key") and pads:
+            kept = num_pads if formulation == "padded" else [min(n, 1) for n in num_pads]
+            keys, values = (_append(x, pad, kept) for x, pad in zip((keys, values), pads, strict=True))
+            pads = ()
+        if formulation == "padded":
+            return CrossKV(torch.stack(keys), torch.stack(values))
         if fixed_capacity:
-            spare = keys[0].new_zeros(len(rows) * padded_len - sum(lens), self.num_heads, self.head_dim)
+            spare = keys[0].new_zeros(len(rows) * padded_len - sum(map(len, keys)), self.num_heads, self.head_dim)
             keys, values = [*keys, spare], [*values, spare]
         return CrossKV(torch.cat(keys), torch.cat(values), metadata, *pads)
 
@@ -217,6 +229,8 @@ class Attention(nn.Module):
         """q [B, S, H, D] over one CrossKV → [B, S, H, D], in front of the output projection."""
         if not isinstance(kv.metadata, PackedPadKV):
             return self.backend.forward(q, kv.k, kv.v, kv.metadata)
+        if kv.metadata.formulation == "repeated_key":
+            return self.backend.forward(q, kv.k, kv.v, kv.metadata.packed)
         out, lse = self.backend.forward(q, kv.k, kv.v, kv.metadata.packed, return_lse=True)
         return merge_pad_rows(q, out, lse, kv.k_pad, kv.v_pad, kv.metadata, self.backend.spec.softmax_scale)
 
@@ -243,7 +257,8 @@ class Attention(nn.Module):
         if len(lens) != k.shape[0]:
             raise ValueError(f"kv_lens has {len(lens)} lengths for k, v of batch {k.shape[0]}")
         state = attention_metadata_state or AttentionMetadataState(max_entries=1)
-        return pack_rows(k, lens), pack_rows(v, lens), state.packed_kv(self.role, lens, k.device)
+        metadata = state.packed_kv(self.role, lens, k.device, max_seqlen_kv=k.shape[1])
+        return pack_rows(k, lens), pack_rows(v, lens), metadata
 
 
 def pack_rows(x: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
@@ -251,6 +266,6 @@ def pack_rows(x: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
     return torch.cat([x[b, :n] for b, n in enumerate(lens)])
 
 
-def _pad_rows(rows: Sequence[torch.Tensor], pad: torch.Tensor, padded_len: int) -> torch.Tensor:
-    """Rows [n, H, D] of each sequence, then pad [H, D] up to padded_len → [B, padded_len, H, D]."""
-    return torch.stack([torch.cat([x, pad.expand(padded_len - len(x), *pad.shape)]) for x in rows])
+def _append(rows: Sequence[torch.Tensor], pad: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """rows [n, H, D] of each sequence with counts[b] times pad [H, D] behind them."""
+    return [torch.cat([x, pad.expand(n, *pad.shape)]) if n else x for x, n in zip(rows, counts, strict=True)]

@@ -151,7 +151,7 @@ LONG = torch.tensor([3, 6])
         ({}, PaddedKV(LONG, 6), r"seqused_kv is torch.int64 \(2,\) on cpu; expected torch.int32 \(2,\)"),
         ({}, PaddedKV(LENS[:1], 6), r"seqused_kv is torch.int32 \(1,\)"),
         ({}, PaddedKV(LENS.to("meta"), 6), r"seqused_kv is torch.int32 \(2,\) on meta"),
-        ({}, PaddedKV(LENS, 5, (3, 6)), r"kv_lens is \(3, 6\); expected 2 lengths of at most 5"),
+        ({}, PaddedKV(LENS, 5, (3, 6)), r"kv_lens is \(3, 6\); expected 2 lengths between 0 and 5"),
         ({}, PackedKV(STARTS, 6, None), r"k has shape \(2, 6, 2, 16\); expected \[total_kv, Hkv, D\]"),
         ({"k": (8, 2, 16), "v": (8, 2, 16)}, PackedKV(STARTS, 6, (3, 6)), "kv_lens sum to 9 but k, v have only 8 rows"),
         ({"k": (9, 2, 16), "v": (9, 2, 16), "q": (3, 4, 2, 16)}, PackedKV(STARTS, 6, None), "q has batch 3 but"),
@@ -168,6 +168,8 @@ LONG = torch.tensor([3, 6])
         ({}, PagedKV(TABLE, LENS, 4, 8), "block_size is 4 but the pools have blocks of 6 tokens"),
         ({}, PagedKV(TABLE, LENS, 6, 13), "max_seqlen_kv is 13 but a block table of width 2"),
         ({}, PagedKV(TABLE.long(), LENS, 6, 12), "block_table is torch.int64"),
+        ({}, PagedKV(TABLE, LENS, 6, 12, max_block_id=2), "the block table names block 2 of a pool of 2 blocks"),
+        ({}, PaddedKV(LENS, 6, (-1, 3)), r"kv_lens is \(-1, 3\); expected 2 lengths between 0 and 6"),
         ({}, {"seqused_kv": LENS}, "metadata is a dict; it must be PaddedKV, PackedKV, PagedKV or None"),
     ],
 )
@@ -237,3 +239,13 @@ def test_impossible_specs_are_refused(change, message):
     fields = {"role": "self", "num_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
     with pytest.raises(ValueError, match=message):
         AttentionSpec(**(fields | change))
+
+
+def test_a_last_key_that_counts_several_times_is_never_counted_once():
+    q, k, v = tensors()
+    cu = torch.tensor([0, 6, 12], dtype=torch.int32)
+    call = (q, k.flatten(0, 1), v.flatten(0, 1))
+    with pytest.raises(AttentionBackendError, match="sdpa cannot count a sequence's last key several times"):
+        select_backend("sdpa", SPEC).forward(*call, PackedKV(cu, 6, (6, 6), last_key_repeats_to=8))
+    with pytest.raises(ValueError, match="last_key_repeats_to is 5, below max_seqlen_kv 6"):
+        PackedKV(cu, 6, (6, 6), last_key_repeats_to=5).check(q, call[1])

@@ -1,9 +1,16 @@
 """Merging by log-sum-exp: any split of the keys, empty sides, and the pad rows of Wan's text."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from attention_backend import AttentionMetadataState, AttentionSpec, merge_attention, merge_pad_rows, select_backend
+from attention_backend.merge import merge_pad_rows_
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -157,3 +164,69 @@ def test_gradients_pass_through_the_merge_of_pad_rows():
     ]
     wanted = torch.autograd.grad(backend.forward(q, *padded).sin().sum(), (q, k, v))
     torch.testing.assert_close(got, wanted, atol=1e-10, rtol=0)
+
+
+def pad_call(kv_lens, padded_len=12, dtype=torch.float32):
+    """Arguments of merge_pad_rows for random results, with the pads of kv_lens."""
+    gen = torch.Generator().manual_seed(0)
+    q, out = (torch.randn(len(kv_lens), 5, 4, 16, generator=gen).to(dtype) for _ in "qo")
+    lse = torch.randn(len(kv_lens), 4, 5, generator=gen)
+    k_pad, v_pad = (torch.randn(2, 16, generator=gen).to(dtype) for _ in "kv")
+    pads = AttentionMetadataState().packed_pad_kv("cross_text", kv_lens, padded_len, "cpu")
+    return q, out, lse, k_pad, v_pad, pads
+
+
+def test_sequences_without_pads_are_neither_launched_for_nor_touched(monkeypatch):
+    launched = []
+    original = merge_pad_rows_
+    monkeypatch.setattr(
+        "attention_backend.merge.merge_pad_rows_", lambda q, *args: launched.append(len(q)) or original(q, *args)
+    )
+    q, out, lse, k_pad, v_pad, pads = pad_call([3, 4, 12, 5, 12, 12, 0])
+    before = out.clone()
+    assert merge_pad_rows(q, out, lse, k_pad, v_pad, pads, 0.25) is out
+    assert launched == [2, 1, 1]
+    changed = [not torch.equal(a, b) for a, b in zip(out, before, strict=True)]
+    assert changed == [n < 12 for n in (3, 4, 12, 5, 12, 12, 0)]
+    launched.clear()
+    q, out, lse, k_pad, v_pad, pads = pad_call([12, 12])
+    assert torch.equal(merge_pad_rows(q, out.clone(), lse, k_pad, v_pad, pads, 0.25), out) and not launched
+
+
+def test_the_operator_keeps_torchs_contract():
+    q, out, lse, k_pad, v_pad, pads = pad_call([3, 12])
+    torch.library.opcheck(merge_pad_rows_, (q, out, lse, k_pad, v_pad, pads.log_pad_lens, 0.25))
+
+
+def test_one_compiled_graph_merges_every_layout():
+    """A graph that had read pad_lens would be compiled again for each; full rows and rows of pads alone included."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(q, out, lse, k_pad, v_pad, pads):
+        return merge_pad_rows(q, out * 1, lse, k_pad, v_pad, pads, 0.25)
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for lens in ([3, 12], [12, 7], [12, 12], [0, 1]):
+        call = pad_call(lens)
+        torch.testing.assert_close(compiled(*call), step(*call), atol=1e-6, rtol=0)
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+def test_the_fused_pass_equals_attention_over_all_rows():
+    """Triton's kernel in its interpreter, in a process of its own: the mode is fixed when triton is imported."""
+    script, repository = Path(__file__).with_name("interpret_merge_pad_rows.py"), Path(__file__).parents[3]
+    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(repository)}
+    child = subprocess.run(
+        [sys.executable, str(script)], cwd=repository, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert child.returncode == 0, child.stderr[-4000:]
+    lines = [json.loads(line) for line in child.stdout.splitlines()]
+    assert len(lines) == 9
+    for line in lines:
+        assert line["error"] <= max(1e-5, 2 * line["plain_error"]) and line["untouched"], line

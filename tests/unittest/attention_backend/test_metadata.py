@@ -15,6 +15,9 @@ BUILDERS = {
         role, lens, "cpu", max_seqlen_kv=16, q_lens=[7] * len(lens)
     ),
     "packed_pad": lambda state, lens, role="cross_text": state.packed_pad_kv(role, lens, 16, "cpu"),
+    "packed_pad_repeated": lambda state, lens, role="cross_text": state.packed_pad_kv(
+        role, lens, 16, "cpu", formulation="repeated_key"
+    ),
     "paged": lambda state, lens, role="cross_text": state.paged_kv(
         role, [[i, 0] for i in range(1, 1 + len(lens))], lens, 8, "cpu"
     ),
@@ -59,7 +62,7 @@ def test_entries_survive_the_collection_of_what_they_were_asked_with(state, buil
     for step in range(50):
         lens = [1 + step % 7, 1 + step % 5]
         entry = build(state, lens)
-        kv_lens = entry.packed.kv_lens if hasattr(entry, "packed") else entry.kv_lens
+        kv_lens = tuple(16 - n for n in entry.pad_lens) if hasattr(entry, "packed") else entry.kv_lens
         assert kv_lens == tuple(lens)
         del lens, entry
         gc.collect(0)
@@ -106,11 +109,16 @@ def test_numbers(state):
     assert pads.pad_lens == (8, 0)
     assert pads.log_pad_lens.tolist() == torch.tensor([8.0, 0.0]).double().log().tolist()
 
+    repeated = state.packed_pad_kv("cross_text", [8, 16, 0, 15], 16, "cpu", formulation="repeated_key")
+    assert repeated.pad_lens == (8, 0, 16, 1) and repeated.packed.last_key_repeats_to == 16
+    assert repeated.packed.kv_lens == (9, 16, 1, 16), "a sequence without pads gets no pad row"
+    assert repeated.packed.cu_seqlens_kv.tolist() == [0, 9, 25, 26, 42]
+
     paged = state.paged_kv("self", [[3, 1], [2, 0]], [12, 4], 8, "cpu")
     assert paged.block_table.tolist() == [[3, 1], [2, 0]] and paged.seqused_kv.tolist() == [12, 4]
     assert paged.max_seqlen_kv == 16 and paged.block_size == 8
 
-    for entry in (padded, packed, pads.packed, paged):
+    for entry in (padded, packed, pads.packed, repeated.packed, paged):
         for x in vars(entry).values():
             if isinstance(x, torch.Tensor):
                 assert x.dtype == torch.int32 and x.is_contiguous()
@@ -135,6 +143,9 @@ def test_the_signature_names_kind_and_bounds(state):
         signatures.append(state.signature())
     state.padded_kv("cross_text", [5, 7], 17, "cpu")
     signatures.append(state.signature())
+    for shape in ((2, 16), (2, 17), (3, 16)):
+        state.dense_kv("cross_text", *shape)
+        signatures.append(state.signature())
     assert len(set(signatures)) == len(signatures)
 
 
@@ -153,7 +164,7 @@ def test_the_signature_names_kind_and_bounds(state):
         ([], "kv_lens is empty; it needs one length for each sequence"),
     ],
 )
-@pytest.mark.parametrize("kind", ["padded", "packed", "packed_pad"])
+@pytest.mark.parametrize("kind", ["padded", "packed", "packed_pad", "packed_pad_repeated"])
 def test_bad_lengths_are_refused_with_the_value(state, kind, lens, message):
     with pytest.raises(ValueError, match=message):
         BUILDERS[kind](state, lens)
@@ -175,7 +186,20 @@ def test_bad_block_tables_are_refused(state, arguments, message):
         state.paged_kv("self", device="cpu", **arguments)
 
 
+def test_an_unknown_formulation_is_refused(state):
+    with pytest.raises(ValueError, match="formulation is 'padded'; it must be 'merge' or 'repeated_key'"):
+        state.packed_pad_kv("cross_text", [5], 16, "cpu", formulation="padded")
+
+
 def test_it_holds_no_keys_or_values(state, build):
     entry = build(state, [5, 7])
     parts = vars(entry) | (vars(entry.packed) if hasattr(entry, "packed") else {})
     assert sum(x.numel() for x in parts.values() if isinstance(x, torch.Tensor)) < 20
+
+
+def test_block_ids_are_checked_on_the_host():
+    state = AttentionMetadataState()
+    with pytest.raises(ValueError, match=r"block_tables row\[1\] is -1"):
+        state.paged_kv("self", [[2, -1]], [3], 4, "cpu")
+    assert state.builds == 0
+    assert state.paged_kv("self", [[2, 0], [5, 1]], [3, 4], 4, "cpu").max_block_id == 5

@@ -162,3 +162,36 @@ def test_a_broken_entry_point_takes_no_other_along_and_is_reported(monkeypatch):
     assert "AttributeError: module 'cutlass'" in available_backends()["foreign"]
     with pytest.raises(AttentionBackendError, match="'foreign': entry point foreign_package:Backend failed: Attribute"):
         select_backend("foreign", SPEC)
+
+
+def test_a_broken_entry_point_cannot_hide_a_backend_that_is_there(monkeypatch):
+    def load():
+        raise ImportError("gone")
+
+    broken = EntryPoint(load)
+    broken.name = "sdpa"
+    use_entry_points(monkeypatch, broken)
+    assert select_backend("sdpa", SPEC).name == "sdpa"
+    assert available_backends()["sdpa"] is None
+
+
+def test_a_probe_that_crashes_is_a_reason_against_its_own_backend_alone():
+    class Crashing(Custom):
+        name = "crashing"
+
+        @classmethod
+        def unavailable_reason(cls):
+            raise OSError("driver gone")
+
+    register_backend(Crashing)
+    reasons = available_backends()
+    assert "OSError: driver gone" in reasons["crashing"] and reasons["sdpa"] is None
+    with pytest.raises(AttentionBackendError, match="OSError: driver gone.*would serve: auto, sdpa"):
+        select_backend("crashing", SPEC)
+
+
+def test_what_is_no_backend_is_refused():
+    with pytest.raises(ValueError, match="no subclass of AttentionBackend"):
+        register_backend(dict)
+    with pytest.raises(AttentionBackendError, match="the backend's name is None"):
+        select_backend(None, SPEC)

@@ -44,9 +44,14 @@ class WanConfig:
             "num_layers",
             "rope_max_seq_len",
         ):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+            if not _is_count(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be an integer of at least 1")
-        if len(self.patch_size) != 3 or min(self.patch_size) < 1:
+        for name in ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len"):
+            if getattr(self, name) is not None and not _is_count(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be null or an integer of at least 1")
+        if not isinstance(self.eps, float) or not 0 < self.eps < 1:
+            raise ValueError(f"eps is {self.eps!r}; it must be a number between 0 and 1")
+        if len(self.patch_size) != 3 or not all(map(_is_count, self.patch_size)):
             raise ValueError(f"patch_size is {self.patch_size}; it must be three integers of at least 1")
         if self.qk_norm != "rms_norm_across_heads":
             raise ValueError(f"qk_norm is {self.qk_norm!r}; Wan has 'rms_norm_across_heads' and no other")
@@ -101,6 +106,10 @@ class WanConfig:
             return cls(**settings)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 # Source: the config.json files of the Wan-AI/*-Diffusers repositories.

@@ -56,7 +56,8 @@ class WanTransformer(nn.Module):
         self.attention = AttentionConfig.model_validate(attention or {})
         if config.image_dim is None and self.attention.cross_image != "auto":
             raise ValueError(
-                f"attention.cross_image is {self.attention.cross_image!r}, but this model attends to no image: leave it out"
+                f"attention.cross_image is {self.attention.cross_image!r}, but this model has no image inputs: "
+                "leave it out"
             )
         self._trainable = trainable
         self.attention_metadata_state = AttentionMetadataState()
@@ -98,9 +99,7 @@ class WanTransformer(nn.Module):
             folder = folder / "transformer"
         config = WanConfig.from_folder(folder)
         files = WeightFiles.open(folder)
-        model = cls(
-            config, attention=attention, dtype=dtype, device=device, init_weights=False, trainable=trainable
-        )
+        model = cls(config, attention=attention, dtype=dtype, device=device, init_weights=False, trainable=trainable)
         model.to_empty(device=device).train(trainable).requires_grad_(trainable)
         load_weights(model, files)
         return model
@@ -202,9 +201,7 @@ class WanTransformer(nn.Module):
         rows = self.image_embedding(tokens.to(self.dtype))
         if rows.shape[0] != batch:
             raise ValueError(f"encoder_hidden_states_image serves {rows.shape[0]} rows, the text {batch}")
-        return tuple(
-            CrossKV(*(x.contiguous() for x in block.cross_image.project_kv(rows))) for block in self.blocks
-        )
+        return tuple(CrossKV(*(x.contiguous() for x in block.cross_image.project_kv(rows))) for block in self.blocks)
 
     def forward(
         self,
@@ -239,8 +236,8 @@ class WanTransformer(nn.Module):
             raise ValueError(f"text_kv was projected for {text_kv.batch} rows, hidden_states has {batch}")
         if (len(text_kv.text), text_kv.cross_kv) != (self.config.num_layers, self.attention.cross_kv):
             raise ValueError(
-                f"text_kv has {len(text_kv.text)} layers in mode {text_kv.cross_kv!r}, this model {len(self.blocks)} in "
-                f"mode {self.attention.cross_kv!r}: project the text with the model that reads it"
+                f"text_kv has {len(text_kv.text)} layers in mode {text_kv.cross_kv!r}, this model has "
+                f"{self.config.num_layers} in mode {self.attention.cross_kv!r}: project the text with this model"
             )
 
         if timestep.ndim == 1 and timestep.stride(0) == 0:

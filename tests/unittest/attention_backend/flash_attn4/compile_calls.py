@@ -24,11 +24,13 @@ class Call:
     kv_heads: int = 12
     causal: bool = False
     return_lse: bool = False
+    repeated_key: bool = False  # the last key of each packed sequence counts several times
     block_size: int = 0  # of the paged forms: 128 is read by TMA, any other by cp.async
 
     def __str__(self):
         parts = [self.form + (f"{self.block_size}" if self.block_size else ""), f"d{self.head_dim}"]
         parts += [f"h{self.heads}/{self.kv_heads}"] if self.heads != self.kv_heads else []
+        parts += ["repeated"] * self.repeated_key
         return "-".join(parts + ["causal"] * self.causal + ["lse"] * self.return_lse)
 
 
@@ -41,6 +43,8 @@ CALLS += [Call("padded", causal=True, return_lse=True), Call("packed_q", causal=
 CALLS += [Call("paged", block_size=104, causal=True, return_lse=True)]
 CALLS += [Call("packed", heads=8, kv_heads=2), Call("paged", block_size=128, heads=8, kv_heads=2)]
 CALLS += [Call("dense", head_dim=64), Call("packed", head_dim=64, return_lse=True)]
+CALLS += [Call("packed", repeated_key=True), Call("packed", head_dim=64, repeated_key=True, return_lse=True)]
+CALLS += [Call("packed", heads=8, kv_heads=2, repeated_key=True)]
 # What must be refused, so that a green result means something.
 REFUSED = [Call("dense", head_dim=264), Call("paged", block_size=104, head_dim=264)]
 
@@ -93,7 +97,9 @@ def main(results_path: str) -> None:
         if call.form == "padded":
             metadata = PaddedKV(int32(BATCH), TEXT_ROWS)
         elif call.form.startswith("packed"):
-            rows, metadata = (BATCH * TEXT_ROWS,), PackedKV(int32(BATCH + 1), TEXT_ROWS, None, **q_side)
+            repeats_to = TEXT_ROWS if call.repeated_key else None
+            metadata = PackedKV(int32(BATCH + 1), TEXT_ROWS, None, **q_side, last_key_repeats_to=repeats_to)
+            rows = (BATCH * TEXT_ROWS,)
         elif call.form.startswith("paged"):
             width = 316
             rows = (2 * BATCH * width, call.block_size)

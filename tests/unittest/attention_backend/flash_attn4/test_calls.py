@@ -21,61 +21,6 @@ class OnCPU(FlashAttention4Backend):
     unsupported_reasons = classmethod(lambda cls, spec: [])
 
 
-class Kernel:
-    """flash_attn.cute's two functions with the arguments that the project uses; keeps each call's arguments."""
-
-    def __init__(self, dense):
-        self.calls, self.dense, self.result = [], dense, lambda out, lse: (out, lse)
-
-    def flash_attn_func(self, q, k, v, *, softmax_scale, causal, num_splits, return_lse):
-        self.calls.append(dict(locals()))
-        pairs = list(zip(q, k, v, strict=True))
-        return self._answer(q, pairs, softmax_scale, causal, return_lse)
-
-    def flash_attn_varlen_func(
-        self,
-        q,
-        k,
-        v,
-        *,
-        softmax_scale,
-        causal,
-        num_splits,
-        return_lse,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        max_seqlen_q=None,
-        max_seqlen_k=None,
-        seqused_k=None,
-        page_table=None,
-    ):
-        self.calls.append(dict(locals()))
-        qs = list(q) if cu_seqlens_q is None else q.split(cu_seqlens_q.diff().tolist())
-        if cu_seqlens_k is not None:
-            lens = cu_seqlens_k.diff().tolist()
-            ks, vs = (x[: sum(lens)].split(lens) for x in (k, v))
-        else:
-            lens = seqused_k.tolist()
-            if page_table is not None:
-                k, v = (x[page_table.long()].flatten(1, 2) for x in (k, v))
-            ks, vs = ([x[b, :n] for b, n in enumerate(lens)] for x in (k, v))
-        assert max(lens) <= max_seqlen_k
-        return self._answer(q, list(zip(qs, ks, vs, strict=True)), softmax_scale, causal, return_lse)
-
-    def _answer(self, q, pairs, softmax_scale, causal, return_lse):
-        join = torch.stack if q.ndim == 4 else torch.cat
-        outs, lses = zip(*(self.dense(*pair, softmax_scale, causal) for pair in pairs), strict=True)
-        lse = (torch.stack(lses) if q.ndim == 4 else torch.cat(lses, dim=1)).float().contiguous()
-        return self.result(join(outs).to(q.dtype).contiguous(), lse if return_lse else None)
-
-
-@pytest.fixture
-def kernel(monkeypatch, oracle):
-    stand_in = Kernel(oracle)
-    monkeypatch.setattr(ops, "kernel_package", lambda: stand_in)
-    return stand_in
-
-
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
@@ -292,3 +237,36 @@ def test_operators_survive_a_reload_of_their_module(make_case, kernel, check):
             torch.testing.assert_close(got, backend.forward(case.q, case.k, case.v, case.metadata), atol=1e-5, rtol=0)
     finally:
         importlib.reload(ops)
+
+
+REPEATED_LENS = [[12, 5], [7, 5], [3, 1], [11, 12], [0, 4]]
+
+
+def pad_exact_call(lens, padded_len=12, heads=2, head_dim=16):
+    """q, packed rows with one pad row after each shorter sequence, and the padded rows that they stand for."""
+    gen = torch.Generator().manual_seed(sum(lens))
+    q = torch.randn(len(lens), 6, heads, head_dim, generator=gen)
+    padded = torch.randn(2, len(lens), padded_len, heads, head_dim, generator=gen)
+    for b, n in enumerate(lens):
+        padded[:, b, n:] = torch.randn(2, 1, heads, head_dim, generator=gen)
+    k, v = (torch.cat([x[b, : min(n + 1, padded_len)] for b, n in enumerate(lens)]) for x in padded)
+    return q, k, v, padded
+
+
+@pytest.mark.parametrize("lens", REPEATED_LENS)
+def test_a_repeated_last_key_stands_for_all_pad_rows(kernel, oracle, lens):
+    q, k, v, padded = pad_exact_call(lens)
+    backend = OnCPU(AttentionSpec("cross_text", 2, 16, torch.float32, "cpu", softmax_scale=0.5))
+    pads = AttentionMetadataState().packed_pad_kv("cross_text", lens, 12, "cpu", formulation="repeated_key")
+    out, lse = backend.forward(q, k, v, pads.packed, return_lse=True)
+    for b in range(2):
+        expected, expected_lse = oracle(q[b], padded[0, b], padded[1, b], 0.5)
+        torch.testing.assert_close(out[b].double(), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(lse[b].double(), expected_lse, atol=1e-5, rtol=0)
+    torch.library.opcheck(ops.packed, (q, k, v, pads.packed.cu_seqlens_kv, 12, None, None, 12, 0.5, False, True))
+
+
+def test_only_a_repeated_key_touches_the_scores(make_case, kernel):
+    case = case_of(make_case, "packed")
+    backend_for(case).forward(case.q, case.k, case.v, case.metadata)
+    assert kernel.calls[0]["score_mod"] is None

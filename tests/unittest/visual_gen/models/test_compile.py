@@ -11,9 +11,12 @@ CONFIG = WanConfig(
 )  # fmt: skip
 
 
+LENGTHS = ((3, 5), (16, 1), (7, 12))
+
+
 @pytest.fixture
 def compiled():
-    """A model whose blocks are compiled with fullgraph, and the list of graphs compiled so far."""
+    """Makes a model whose blocks are compiled with fullgraph, and gives the list of graphs compiled so far."""
     torch._dynamo.reset()
     graphs = []
 
@@ -21,20 +24,27 @@ def compiled():
         graphs.append(graph)
         return graph.forward
 
-    torch.manual_seed(0)
-    model = WanTransformer(CONFIG).requires_grad_(False)
-    for block in model.blocks:
-        block.compile(backend=backend, fullgraph=True)
-    yield model, graphs
+    def make(cross_kv):
+        torch.manual_seed(0)
+        model = WanTransformer(CONFIG, attention={"cross_kv": cross_kv}).requires_grad_(False)
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+        return model, graphs
+
+    yield make
     torch._dynamo.reset()
 
 
 @torch.no_grad()
-def test_one_graph_serves_all_layers_and_three_text_lengths(compiled, make_inputs):
-    model, graphs = compiled
-    plain = WanTransformer(CONFIG).requires_grad_(False)
+@pytest.mark.parametrize("cross_kv", ["padded", "packed", "packed_pad_exact"])
+def test_one_graph_serves_all_layers_and_three_text_lengths(compiled, make_inputs, cross_kv):
+    model, graphs = compiled(cross_kv)
+    plain = WanTransformer(CONFIG, attention={"cross_kv": cross_kv}).requires_grad_(False)
     plain.load_state_dict(model.state_dict())
     inputs = make_inputs(CONFIG, text_lens=(16, 16))
-    for lens in ((3, 5), (16, 1), (7, 12)):
-        torch.testing.assert_close(model(**inputs, text_lens=lens), plain(**inputs, text_lens=lens), rtol=0, atol=1e-6)
+    text = inputs.pop("encoder_hidden_states")
+    for lens in LENGTHS:
+        out = model(**inputs, text_kv=model.project_text(text, lens, fixed_capacity=True))
+        expected = plain(**inputs, text_kv=plain.project_text(text, lens))
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     assert len(graphs) == 1

@@ -79,6 +79,21 @@ def test_each_row_of_a_cfg_batch_equals_its_own_run(load, make_inputs, mode):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("mode", ["padded", "packed", "packed_pad_exact"])
+def test_a_rows_bits_do_not_depend_on_its_neighbours_lengths(load, make_inputs, mode):
+    model = load(cross_kv=mode)
+    inputs = make_inputs(model.config, **INPUTS)
+    inputs["timestep"] = inputs["timestep"][:1].expand(3)
+    for b in range(3):
+        results = []
+        for other in (1, 2, 5, 17, 31):
+            lens = [other, other + 1, other // 2 + 1]
+            lens[b] = LENS[b]
+            results.append(model(**inputs, text_lens=lens)[b])
+        assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
+@torch.no_grad()
 def test_no_text_at_all_gives_finite_results(load, make_inputs):
     model = load(cross_kv="packed")
     inputs = make_inputs(model.config, **INPUTS)

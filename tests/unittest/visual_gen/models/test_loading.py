@@ -8,6 +8,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
+from attention_backend.sdpa import SDPABackend
 from visual_gen.models.wan import WAN_PRESETS, WanConfig, WanTransformer
 from visual_gen.models.wan.weights import source_slots
 
@@ -78,6 +79,10 @@ def test_the_norm_that_published_checkpoints_carry_unused_is_allowed(folder):
         ({"image_dim": 10}, "image_dim is 10 and added_kv_proj_dim None"),
         ({"attention_head_dim": 13}, "attention_head_dim is 13"),
         ({"patch_size": [2, 2]}, "patch_size"),
+        ({"patch_size": [1, 1.5, 2]}, "patch_size"),
+        ({"num_layers": True}, "num_layers is True"),
+        ({"eps": None}, "eps is None"),
+        ({"pos_embed_seq_len": 0}, "pos_embed_seq_len is 0"),
     ],
 )
 def test_a_config_that_is_no_wan_is_refused_with_the_key(folder, change, message):
@@ -136,3 +141,12 @@ def test_presets_have_the_published_sizes():
         "wan2.2-i2v-a14b": 14.3,
         "wan2.2-ti2v-5b": 5.0,
     }
+
+
+def test_a_backend_that_somebody_wrapped_stays_when_the_model_moves(folder):
+    model = WanTransformer.from_pretrained(folder)
+    wrapped = SDPABackend(model.blocks[0].self_attn.spec())
+    model.blocks[0].self_attn.backend = wrapped
+    model.to("cpu").to(torch.bfloat16)
+    assert model.blocks[0].self_attn.backend is wrapped
+    assert model.blocks[1].self_attn.backend.spec.dtype == torch.bfloat16

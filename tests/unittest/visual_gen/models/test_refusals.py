@@ -53,6 +53,21 @@ def test_text_given_twice_is_refused(model, inputs):
         model(inputs["hidden_states"], inputs["timestep"], text_lens=(3, 5), text_kv=text_kv)
 
 
+def test_text_of_another_model_is_refused(model, inputs):
+    text = inputs.pop("encoder_hidden_states")
+    packed = WanTransformer(CONFIG, attention={"cross_kv": "packed"}).requires_grad_(False)
+    with pytest.raises(ValueError, match="1 layers in mode 'packed', this model has 1 in mode 'padded'"):
+        model(inputs["hidden_states"], inputs["timestep"], text_kv=packed.project_text(text, (3, 5)))
+    deeper = WanTransformer(WanConfig(**{**CONFIG.__dict__, "num_layers": 2})).requires_grad_(False)
+    with pytest.raises(ValueError, match="2 layers in mode 'padded', this model has 1"):
+        model(inputs["hidden_states"], inputs["timestep"], text_kv=deeper.project_text(text, (3, 5)))
+
+
+def test_a_dtype_that_no_wan_runs_in_is_refused():
+    with pytest.raises(ValueError, match="dtype is torch.float64"):
+        WanTransformer(CONFIG, dtype=torch.float64)
+
+
 def test_an_image_model_without_its_image_is_refused(inputs):
     config = {**CONFIG.__dict__, "image_dim": 8, "added_kv_proj_dim": 24}
     model = WanTransformer(WanConfig(**config))
@@ -67,6 +82,7 @@ def test_an_image_model_without_its_image_is_refused(inputs):
         ({"cross_text": "flash_attn4"}, "'flash_attn4' cannot serve cross_text.*would serve: auto, sdpa"),
         ({"cross_kv": "ragged"}, "cross_kv"),
         ({"cross": "sdpa"}, "cross"),
+        ({"cross_image": "sdpa"}, "cross_image is 'sdpa', but this model has no image inputs"),
     ],
 )
 def test_bad_attention_settings_are_refused_when_the_model_is_made(attention, message):

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from attention_backend import AttentionBackend, AttentionBackendError, AttentionMetadataState, PackedKV
-from visual_gen import Attention
+from attention_backend import AttentionBackend, AttentionBackendError, AttentionMetadataState, PackedKV, selection
+from attention_backend.sdpa import SDPABackend
+from visual_gen import Attention, WanTransformer
+from visual_gen.models.wan import WanConfig
 from visual_gen.modules.rope import RotaryTable, apply_rotary
 
 HEADS, HEAD_DIM, HIDDEN = 3, 12, 30
@@ -13,6 +15,12 @@ HEADS, HEAD_DIM, HIDDEN = 3, 12, 30
 def dense_attention(q, k, v):
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     return ((q @ k.mT / HEAD_DIM**0.5).softmax(-1) @ v).transpose(1, 2)
+
+
+def ragged(rows, lens, padded_len):
+    """make_cross_kv's arguments from the real rows of all sequences and one pad row [sum(lens) + 1, hidden]."""
+    *real, pad = rows.split([*lens, 1])
+    return real, padded_len, pad
 
 
 def rms(x, weight):
@@ -48,7 +56,7 @@ def test_cross_attention_modes(lens):
              ("padded", "packed", "packed_pad_exact")}  # fmt: skip
     for site in sites.values():
         site.load_state_dict(sites["padded"].state_dict())
-    out = {m: s(x, s.arrange_kv(*s.project_kv(rows), lens, 9)) for m, s in sites.items()}
+    out = {m: s(x, s.make_cross_kv(*ragged(rows, lens, 9))) for m, s in sites.items()}
     torch.testing.assert_close(out["packed_pad_exact"], out["padded"], rtol=0, atol=1e-5)
     padded = sites["padded"]
     k, v = padded.project_kv(rows)
@@ -60,6 +68,55 @@ def test_cross_attention_modes(lens):
         q = padded.project_q(x[b : b + 1])
         expected = padded.to_out(dense_attention(q, key, value).float().flatten(2))
         torch.testing.assert_close(out["padded"][b : b + 1], expected, rtol=0, atol=1e-5)
+
+
+class Repeating(SDPABackend):
+    """Counts a repeated last key by writing it out; keeps what it was called with."""
+
+    name = "repeating"
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.calls = []
+
+    @classmethod
+    def supports_repeated_last_key(cls):
+        return True
+
+    def attend(self, q, k, v, metadata, *, causal, return_lse):
+        repeats_to = getattr(metadata, "last_key_repeats_to", None)
+        self.calls.append((type(metadata).__name__, repeats_to, return_lse))
+        if repeats_to is not None:
+            rows = [x.split(metadata.kv_lens) for x in (k, v)]
+            k, v = (torch.stack([torch.cat([r, r[-1:].expand(repeats_to - len(r), -1, -1)]) for r in x]) for x in rows)
+            metadata = None
+        return super().attend(q, k, v, metadata, causal=causal, return_lse=return_lse)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("lens", "rows", "call", "signature"),
+    [
+        ((300, 126), 428, ("PackedKV", 512, False), ("packed_pad", "repeated_key", "packed", (3,), 512, None, 512)),
+        ((120, 0), 122, ("PackedKV", 512, False), ("packed_pad", "repeated_key", "packed", (3,), 512, None, 512)),
+        ((512, 126), 638, ("PackedKV", None, True), ("packed_pad", "merge", "packed", (3,), 512, None, None)),
+        ((500, 400), 1024, ("NoneType", None, False), ("dense", 2, 512)),
+        ((512, 512), 1024, ("NoneType", None, False), ("dense", 2, 512)),
+    ],
+)
+def test_pad_exact_takes_the_formulation_of_the_layout_where_the_backend_has_both(lens, rows, call, signature):
+    torch.manual_seed(1)
+    x, text = torch.randn(2, 7, HIDDEN), torch.randn(sum(lens) + 1, HIDDEN)
+    padded = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text")
+    backend = Repeating(padded.spec())
+    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text", cross_kv="packed_pad_exact", backend=backend)
+    site.load_state_dict(padded.state_dict())
+    kv = site.make_cross_kv(*ragged(text, lens, 512))
+    expected = padded(x, padded.make_cross_kv(*ragged(text, lens, 512)))
+    torch.testing.assert_close(site(x, kv), expected, rtol=0, atol=1e-5)
+    assert kv.k.flatten(0, -3).shape[0] == kv.v.flatten(0, -3).shape[0] == rows
+    assert backend.calls == [call]
+    assert site.attention_metadata_state.signature() == (("cross_text", signature),)
 
 
 @torch.no_grad()
@@ -115,7 +172,7 @@ def test_varlen_is_read_from_the_backend_as_wrapped():
     k = torch.randn(1, 2, HEADS, HEAD_DIM)
     with pytest.raises(AttentionBackendError, match="wrapper cannot read packed K/V"):
         site.pack_ragged_kv(k, k, [1])
-    with pytest.raises(AttentionBackendError, match="wrapper cannot read them"):
+    with pytest.raises(AttentionBackendError, match="needs 'varlen' and wrapper has no support"):
         Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text", cross_kv="packed", backend=wrapped)
 
 
@@ -128,11 +185,88 @@ def test_a_named_backend_is_chosen_again_when_the_module_is_cast():
     assert site(x).dtype == torch.bfloat16
 
 
-def test_auto_takes_a_backend_that_trains():
-    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="self")
+@pytest.fixture
+def fast_without_gradients(monkeypatch):
+    """As on a GPU: the first backend in auto's order is there and is inference-only."""
+
+    class Fast(SDPABackend):
+        name = "flash_attn4"
+
+        @classmethod
+        def supports_grad(cls):
+            return False
+
+    monkeypatch.setitem(selection._classes, "flash_attn4", Fast)
+
+
+def test_auto_takes_a_backend_that_trains_where_the_site_needs_gradients(fast_without_gradients):
+    fast = Attention(HIDDEN, HEADS, HEAD_DIM, role="self")
+    assert fast.backend.selection.name == "flash_attn4"
     x = torch.randn(1, 5, HIDDEN, requires_grad=True)
+    with pytest.raises(ValueError, match="inference-only"):
+        fast(x)
+    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="self", needs={"grad"})
+    assert site.backend.selection.name == "sdpa"
     site(x).square().sum().backward()
     assert x.grad.abs().sum() > 0 and site.to_qkv.weight.grad.abs().sum() > 0
+
+
+def test_a_whole_model_trains_where_it_is_made_trainable(fast_without_gradients):
+    config = WanConfig(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=10, freq_dim=16,
+        ffn_dim=40, num_layers=1, rope_max_seq_len=16,
+    )  # fmt: skip
+    names = [{c.name for c in WanTransformer(config, trainable=t).attention_choices.values()} for t in (False, True)]
+    assert names == [{"flash_attn4"}, {"sdpa"}]
+    model = WanTransformer(config, trainable=True)
+    model(torch.randn(1, 4, 2, 4, 4), torch.tensor([5.0]), torch.randn(1, 3, 10)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@torch.no_grad()
+def test_arguments_that_a_site_cannot_use_are_refused():
+    x, rows = torch.randn(1, 4, HIDDEN), [torch.randn(2, HIDDEN)]
+    text = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text")
+    kv = text.make_cross_kv(rows, 2)
+    with pytest.raises(ValueError, match="leave kv out"):
+        Attention(HIDDEN, HEADS, HEAD_DIM, role="self")(x, kv)
+    with pytest.raises(ValueError, match="no rotary"):
+        text(x, kv, rotary=torch.ones(4, 1, 6, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="takes the CrossKV"):
+        text(x)
+    with pytest.raises(ValueError, match="no Q of its own"):
+        Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_image")(x, kv)
+    with pytest.raises(ValueError, match=r"lengths of rows\[0\] is 2; it must be between 0 and 1"):
+        text.make_cross_kv(rows, 1)
+    with pytest.raises(ValueError, match="give pad_row"):
+        text.make_cross_kv(rows, 3)
+    with pytest.raises(ValueError, match=r"k has shape \(2, .* v \(3"):
+        text.pack_ragged_kv(torch.zeros(2, 4, HEADS, HEAD_DIM), torch.zeros(3, 4, HEADS, HEAD_DIM), [1, 1])
+
+
+def test_a_backend_given_as_an_instance_must_fit_the_site():
+    class NoLSE(SDPABackend):
+        name = "no_lse"
+
+        @classmethod
+        def supports_lse(cls):
+            return False
+
+    spec = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text").spec()
+    with pytest.raises(AttentionBackendError, match="needs 'lse' and no_lse has no support"):
+        Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text", cross_kv="packed_pad_exact", backend=NoLSE(spec))
+    with pytest.raises(AttentionBackendError, match=r"built for .*\(3, 3, 12\); this site has \(2, 2, 15\)"):
+        Attention(HIDDEN, 2, 15, role="cross_text", backend=SDPABackend(spec))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["padded", "packed", "packed_pad_exact"])
+@pytest.mark.parametrize("lens", [(4, 9), (9, 9)])
+def test_keys_and_values_hold_no_more_memory_than_their_rows(mode, lens):
+    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text", cross_kv=mode)
+    kv = site.make_cross_kv(*ragged(torch.randn(sum(lens) + 1, HIDDEN), lens, 9))
+    for x in (kv.k, kv.v, kv.k_pad, kv.v_pad):
+        assert x is None or x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
 
 @pytest.mark.parametrize(
@@ -140,6 +274,9 @@ def test_auto_takes_a_backend_that_trains():
     [
         ({"role": "cross"}, "role is 'cross'"),
         ({"role": "self", "cross_kv": "dense"}, "cross_kv is 'dense'"),
+        ({"role": "self", "cross_kv": "packed"}, "cross_kv is 'packed' at a 'self' site"),
+        ({"role": "self", "kv_size": 8}, "kv_size is 8 at a 'self' site"),
+        ({"role": "self", "needs": {"speed"}}, "needs has .'speed'."),
         ({"role": "self", "qk_norm": "layer"}, "qk_norm is 'layer'"),
         ({"role": "self", "backend": "flash_attn_4"}, "did you mean 'flash_attn4'"),
     ],

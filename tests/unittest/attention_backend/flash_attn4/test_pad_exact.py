@@ -1,0 +1,252 @@
+"""Both formulations of the pad rows on FA4: against attention over all rows, compiled, without syncs, and in Wan.
+
+Every test runs on the CPU with the folder's stand-in in the kernel package's place, and the same lines on a device.
+"""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from attention_backend import AttentionMetadataState, AttentionSpec, merge_pad_rows
+from attention_backend.flash_attn4 import FlashAttention4Backend
+from attention_backend.sdpa import SDPABackend
+from visual_gen.models.wan import WanConfig
+from visual_gen.models.wan.block import WanBlock
+from visual_gen.modules.attention import Attention
+from visual_gen.modules.rope import RotaryTable
+
+TEXT_ROWS = 512
+LAYOUTS = {
+    "repeated_key": [(300, 126), (120, 1), (127, 0)],
+    "merge": [(512, 126), (512, 1), (512, 0)],
+}
+CONFIG = WanConfig(
+    num_attention_heads=2, attention_head_dim=128, in_channels=4, out_channels=4, text_dim=64, freq_dim=16, ffn_dim=512,
+    num_layers=1, rope_max_seq_len=32,
+)  # fmt: skip
+
+
+class OnCPU(FlashAttention4Backend):
+    unavailable_reason = classmethod(lambda cls: None)
+    unsupported_reasons = classmethod(lambda cls, spec: [])
+
+
+@pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
+def place(request):
+    """(device, dtype, backend class)."""
+    torch._dynamo.reset()
+    if request.param == "stand-in":
+        request.getfixturevalue("kernel")
+        yield "cpu", torch.float32, OnCPU
+    else:
+        request.getfixturevalue("fa4_device")
+        yield "cuda", torch.bfloat16, FlashAttention4Backend
+    torch._dynamo.reset()
+
+
+def plain(q, k, v, scale):
+    """The plain computation, every step rounded to the dtype: q [S, H, D], k and v [L, Hkv, D]."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
+    return (torch.softmax(scale * (q @ k.transpose(1, 2)), dim=-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("formulation", LAYOUTS)
+@pytest.mark.parametrize(
+    "lens, heads, kv_heads, head_dim, scale",
+    [
+        ((512, 126), 4, 4, 128, None),
+        ((300, 126), 4, 4, 128, None),
+        ((120, 1), 4, 4, 128, 0.3),
+        ((511, 512, 0, 127, 128, 255), 4, 4, 128, None),
+        ((200, 512, 7), 8, 2, 128, None),
+        ((300, 1), 4, 4, 64, None),
+    ],
+)
+def test_either_formulation_equals_attention_over_all_rows(
+    place, oracle, formulation, lens, heads, kv_heads, head_dim, scale
+):
+    """At most twice the error of the plain low-precision computation over the padded rows."""
+    device, dtype, backend_class = place
+    spec = AttentionSpec(
+        "cross_text", heads, head_dim, dtype, device, num_kv_heads=kv_heads, softmax_scale=scale, needs={"lse"}
+    )
+    backend = backend_class(spec)
+    gen = torch.Generator(device).manual_seed(0)
+
+    def rand(*shape):
+        return torch.randn(*shape, head_dim, generator=gen, device=device, dtype=dtype)
+
+    q = rand(len(lens), 300, heads)
+    padded, pad = rand(2, len(lens), TEXT_ROWS, kv_heads), rand(2, kv_heads)
+    for b, n in enumerate(lens):
+        padded[:, b, n:] = pad[:, None]
+    pads = AttentionMetadataState().packed_pad_kv("cross_text", lens, TEXT_ROWS, device, formulation=formulation)
+    k, v = (torch.cat([x[b, :n] for b, n in enumerate(pads.packed.kv_lens)]) for x in padded)
+    if formulation == "merge":
+        out, lse = backend.forward(q, k, v, pads.packed, return_lse=True)
+        out = merge_pad_rows(q, out, lse, *pad, pads, backend.spec.softmax_scale)
+    else:
+        out = backend.forward(q, k, v, pads.packed)
+    for b in range(len(lens)):
+        sequence = (q[b], padded[0, b], padded[1, b], backend.spec.softmax_scale)
+        expected, _ = oracle(*sequence)
+        limit = 2 * (plain(*sequence) - expected).abs().max().item()
+        limit = max(limit, torch.finfo(dtype).eps * expected.abs().max().item())
+        error = (out[b].double() - expected).abs().max().item()
+        assert error <= limit, f"sequence {b} of {lens[b]} keys: off by {error}, limit {limit}"  # false for NaN too
+
+
+def test_the_log_sum_exp_counts_a_repeated_key(place, oracle):
+    device, dtype, backend_class = place
+    backend = backend_class(AttentionSpec("cross_text", 2, 128, dtype, device))
+    q, k, v = (torch.randn(n, 2, 128, device=device, dtype=dtype) for n in (600, 10, 10))
+    pads = AttentionMetadataState().packed_pad_kv("cross_text", [6, 2], 512, device, formulation="repeated_key")
+    _, lse = backend.forward(q.unflatten(0, (2, 300)), k, v, pads.packed, return_lse=True)
+    rows = torch.cat([k[:7], k[6:7].expand(505, -1, -1)])
+    torch.testing.assert_close(lse[0].double(), oracle(q[:300], rows, rows, 128**-0.5)[1], atol=1e-3, rtol=0)
+
+
+class Wan:
+    """One Wan block with real projections and QK norm, and text of two prompts."""
+
+    def __init__(self, device, dtype, backend_class):
+        self.device, self.dtype = device, dtype
+        gen = torch.Generator().manual_seed(0)
+        dim, tokens = CONFIG.hidden_size, 2 * 8 * 8
+        self.x = torch.randn(2, tokens, dim, generator=gen).to(device, dtype)
+        self.modulation = (0.1 * torch.randn(2, 1, 6, dim, generator=gen)).to(device)
+        self.text = torch.randn(2 * TEXT_ROWS, dim, generator=gen).to(device, dtype)
+        table = RotaryTable(CONFIG.attention_head_dim, CONFIG.rope_max_seq_len)
+        self.rotary = table.grid(2, 8, 8, torch.device(device))
+        self.backend_class = backend_class
+        torch.manual_seed(1)
+        self.weights = self._new("padded", torch.float32, "cpu").state_dict()
+
+    def _new(self, cross_kv, dtype, device, backend_class=None):
+        spec = AttentionSpec("self", CONFIG.num_attention_heads, CONFIG.attention_head_dim, dtype, device)
+        make = backend_class or OnCPU
+        backends = {role: make(replace(spec, role=role)) for role in ("self", "cross_text")}
+        return WanBlock(CONFIG, backends, AttentionMetadataState(), cross_kv).requires_grad_(False)
+
+    def block(self, cross_kv, *, precise=False):
+        """precise: fp32 on SDPA."""
+        if precise:
+            block = self._new(cross_kv, torch.float32, self.device, SDPABackend).to(self.device)
+        else:
+            block = self._new(cross_kv, self.dtype, self.device, self.backend_class).to(self.device, self.dtype)
+            block.norm2.float()  # fp32 as the whole model keeps them
+            block.scale_shift_table.data = block.scale_shift_table.data.float()
+        block.load_state_dict(self.weights)
+        return block
+
+    def text_kv(self, block, lens, **options):
+        site: Attention = block.cross_text
+        rows = self.text[: sum(lens)].to(site.to_kv.weight.dtype)
+        return site.make_cross_kv(rows.split(lens), TEXT_ROWS, torch.zeros_like(rows[:1]), **options)
+
+    def run(self, block, text_kv):
+        weight = block.cross_text.to_kv.weight
+        return block(self.x.to(weight.dtype), self.modulation, self.rotary, text_kv)
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@torch.no_grad()
+def test_pad_exact_equals_padded_in_a_wan_block(place):
+    wan = Wan(*place)
+    blocks = {mode: wan.block(mode) for mode in ("padded", "packed", "packed_pad_exact")}
+    precise = wan.block("padded", precise=True)
+    for formulation, layouts in LAYOUTS.items():
+        for lens in layouts:
+            expected = wan.run(precise, wan.text_kv(precise, lens))
+            error = {m: relative(wan.run(b, wan.text_kv(b, lens)), expected) for m, b in blocks.items()}
+            kv = wan.text_kv(blocks["packed_pad_exact"], lens)
+            assert kv.metadata.formulation == formulation
+            assert error["packed_pad_exact"] <= max(2 * error["padded"], 1e-5), (lens, error)
+            assert error["packed"] > 3 * max(error["packed_pad_exact"], 1e-5), (lens, error)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("formulation", LAYOUTS)
+def test_a_wan_block_compiles_fullgraph_once_for_all_layouts_of_a_formulation(place, formulation):
+    wan = Wan(*place)
+    block = wan.block("packed_pad_exact")
+    counter = CompileCounterWithBackend("inductor" if wan.device == "cuda" else "aot_eager")
+    compiled = torch.compile(block, backend=counter, fullgraph=True)
+    for lens in LAYOUTS[formulation]:
+        kv = wan.text_kv(block, lens, fixed_capacity=True)
+        assert kv.k.shape[0] == 2 * TEXT_ROWS
+        got, expected = wan.run(compiled, kv), wan.run(block, wan.text_kv(block, lens))
+        assert relative(got, expected) <= (1e-2 if wan.dtype == torch.bfloat16 else 1e-5), lens
+    assert counter.frame_count == 1
+
+
+@torch.no_grad()
+def test_a_step_with_a_new_layout_waits_for_nothing(place):
+    wan = Wan(*place)
+    block = wan.block("packed_pad_exact")
+    for layouts in LAYOUTS.values():  # compiles the kernels
+        wan.run(block, wan.text_kv(block, layouts[0]))
+
+    @contextlib.contextmanager
+    def no_sync():
+        if wan.device != "cuda":
+            yield
+            return
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with no_sync():
+        for layouts in LAYOUTS.values():
+            kv = wan.text_kv(block, layouts[1])
+            for _ in range(2):
+                wan.run(block, kv)
+    state = block.cross_text.attention_metadata_state
+    assert (state.builds, state.device_copies) == (4, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fa4_device")
+@torch.no_grad()
+@pytest.mark.parametrize("formulation", LAYOUTS)
+def test_a_captured_block_follows_layouts_rewritten_in_place(formulation):
+    """Its buffers hold the first layout when it is captured: which rows have pads must not be a part of it."""
+    wan = Wan("cuda", torch.bfloat16, FlashAttention4Backend)
+    block = wan.block("packed_pad_exact")
+    layouts = [*LAYOUTS[formulation], (126, 512) if formulation == "merge" else (1, 120), LAYOUTS[formulation][0]]
+
+    def tensors(kv):
+        pads = kv.metadata
+        found = (kv.k, kv.v, kv.k_pad, kv.v_pad, pads.packed.cu_seqlens_kv, pads.log_pad_lens)
+        return [x for x in found if x is not None]
+
+    def entry(lens):
+        return wan.text_kv(block, lens, fixed_capacity=True)
+
+    own = entry(layouts[0])
+    pads = own.metadata
+    packed = replace(pads.packed, cu_seqlens_kv=pads.packed.cu_seqlens_kv.clone(), kv_lens=None)
+    pads = replace(pads, packed=packed, log_pad_lens=pads.log_pad_lens.clone())
+    own = replace(own, k=own.k.clone(), v=own.v.clone(), metadata=pads)
+    if own.k_pad is not None:
+        own = replace(own, k_pad=own.k_pad.clone(), v_pad=own.v_pad.clone())
+    wan.run(block, own)  # compiles the kernels, which a capture must not do
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = wan.run(block, own)
+    for lens in layouts:
+        current = entry(lens)
+        for buffer, value in zip(tensors(own), tensors(current), strict=True):
+            buffer.copy_(value)
+        graph.replay()
+        assert torch.equal(out, wan.run(block, current)), lens
