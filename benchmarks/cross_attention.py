@@ -1,0 +1,267 @@
+"""Text cross-attention of one CFG pair whose prompts differ in length, on one GPU: what packing and exact pads cost.
+
+    python benchmarks/cross_attention.py [--rounds 9] [--output FILE.json]
+
+Q [2, S, H, 128] bf16 over K/V of 512 text rows, for Wan 14B at 720p and 1.3B at 480p. Arms are interleaved in one run;
+times are medians by device events over a few calls in a row, with the device kept busy before them, as in a model.
+`_kernel` arms have everything prepared. `_total` arms start from projected rows (padded ones for padded and seqused_k,
+real ones for the others) and include their metadata, a hit in the state as in every layer but the first, and packing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from attention_backend import AttentionMetadataState, AttentionSpec, merge_pad_rows, select_backend
+from attention_backend.merge import merge_pad_rows_
+from visual_gen.modules.attention import Attention
+from visual_gen.runtime.versions import installed_versions
+
+SHAPES = {"14B 720p": (40, 75600), "1.3B 480p": (12, 32760)}  # name → heads, queries
+SKEWS = ((512, 512), (512, 126), (300, 126), (120, 1))
+HEAD_DIM, TEXT_ROWS, BATCH = 128, 512, 2
+CALLS = 3  # in a row for one time, so that the gap that the host leaves between calls counts as in a model
+FORMULATIONS = ("merge", "repeated_key")
+
+
+class Pair:
+    """Inputs of one shape and skew, and every arm as a call that returns the output."""
+
+    def __init__(self, backend, num_queries: int, lens: tuple[int, int]) -> None:
+        spec = backend.spec
+        self.backend, self.lens, self.scale = backend, lens, spec.softmax_scale
+        self.state = AttentionMetadataState()
+        gen = torch.Generator(spec.device).manual_seed(0)
+
+        def rand(*shape):
+            tail = (spec.num_heads, spec.head_dim)
+            return torch.randn(*shape, *tail, generator=gen, device=spec.device, dtype=spec.dtype)
+
+        self.q = rand(BATCH, num_queries)
+        self.rows = rand(2, sum(lens) + 1).unbind()  # K and V: the real rows of both prompts, then the pad row
+        self.padded = self.arrange("padded").k, self.arrange("padded").v
+
+    def site(self, mode: str) -> Attention:
+        spec = self.backend.spec
+        with torch.device("meta"):  # only its arrangement of K/V is used, so its projections need no memory
+            return Attention(
+                8, spec.num_heads, spec.head_dim, role="cross_text", backend=self.backend, cross_kv=mode, qk_norm=None,
+                attention_metadata_state=self.state,
+            )  # fmt: skip
+
+    def arrange(self, mode: str):
+        return self.site(mode).arrange_kv(*self.rows, self.lens, TEXT_ROWS)
+
+    def arms(self) -> dict[str, Callable[[], torch.Tensor]]:
+        q, lens, state, forward = self.q, self.lens, self.state, self.backend.forward
+        device, total = q.device, sum(lens)
+        (k_rows, v_rows), (k_padded, v_padded) = self.rows, self.padded
+        k_real, v_real, k_pad, v_pad = k_rows[:total], v_rows[:total], k_rows[total], v_rows[total]
+        exact = self.site("packed_pad_exact")
+
+        def pads_of(formulation: str):
+            return state.packed_pad_kv("cross_text", lens, TEXT_ROWS, device, formulation=formulation)
+
+        def with_pad_row(rows):
+            *real, pad = rows.split([*lens, 1])
+            return torch.cat([x for part, n in zip(real, lens, strict=True) for x in (part, pad[: n < TEXT_ROWS])])
+
+        def merged(k, v, pads):
+            out, lse = forward(q, k, v, pads.packed, return_lse=True)
+            return merge_pad_rows(q, out, lse, k_pad, v_pad, pads, self.scale)
+
+        def gathered():
+            packed = exact.pack_ragged_kv(k_padded, v_padded, lens, state)
+            return forward(q, *packed)
+
+        seqused = state.padded_kv("cross_text", lens, TEXT_ROWS, device)
+        packed = state.packed_kv("cross_text", lens, device, max_seqlen_kv=TEXT_ROWS)
+        merge, repeated = (pads_of(name) for name in FORMULATIONS)
+        k_repeated, v_repeated = with_pad_row(k_rows), with_pad_row(v_rows)
+        chosen = exact.arrange_kv(*self.rows, lens, TEXT_ROWS)
+        return {
+            "padded_kernel": lambda: forward(q, k_padded, v_padded),
+            "padded_total": lambda: forward(q, k_padded, v_padded),
+            "seqused_k_kernel": lambda: forward(q, k_padded, v_padded, seqused),
+            "seqused_k_total": lambda: forward(
+                q, k_padded, v_padded, state.padded_kv("cross_text", lens, TEXT_ROWS, device)
+            ),
+            "cu_seqlens_kernel": lambda: forward(q, k_real, v_real, packed),
+            "cu_seqlens_total": lambda: forward(
+                q, k_rows[:total], v_rows[:total],
+                state.packed_kv("cross_text", lens, device, max_seqlen_kv=TEXT_ROWS),
+            ),
+            "cu_seqlens_gathered_total": gathered,  # packs padded K/V in every call
+            "pad_exact_merge_kernel": lambda: merged(k_real, v_real, merge),
+            "pad_exact_merge_total": lambda: merged(k_rows[:total], v_rows[:total], pads_of("merge")),
+            "pad_exact_repeated_key_kernel": lambda: forward(q, k_repeated, v_repeated, repeated.packed),
+            "pad_exact_repeated_key_total": lambda: forward(
+                q, with_pad_row(k_rows), with_pad_row(v_rows), pads_of("repeated_key").packed
+            ),
+            "pad_exact_kernel": lambda: exact.attend(q, chosen),
+            "pad_exact_total": lambda: exact.attend(q, exact.arrange_kv(*self.rows, lens, TEXT_ROWS)),
+        }  # fmt: skip
+
+    def kv_bytes(self) -> dict[str, int]:
+        """Device memory that K/V hold in each mode once the projection's own output is gone, as allocated."""
+        held = {}
+        for mode in ("padded", "packed", "packed_pad_exact"):
+            before, source = allocated(), self.rows
+            self.rows = tuple(x.clone() for x in source)
+            kv = self.arrange(mode)
+            self.rows = source
+            held[mode] = allocated() - before
+            del kv
+        return held
+
+
+def allocated() -> int:
+    return torch.cuda.memory_allocated()
+
+
+def milliseconds(call: Callable[[], torch.Tensor]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
+    start.record()
+    for _ in range(CALLS):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / CALLS
+
+
+def interleaved(arms: dict[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each arm; the first round is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds + 1):
+        for name, call in arms.items():
+            times[name].append(milliseconds(call))
+    return {name: round(statistics.median(values[1:]), 4) for name, values in times.items()}
+
+
+def temporary_bytes(call: Callable[[], torch.Tensor]) -> int:
+    """Peak memory of a call over what was there before, its output included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def difference(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """RMS difference over the RMS of what is expected, row of the batch by row, as fp32 copies are large."""
+    parts = [(a.float() - b.float()).square().sum() for a, b in zip(out, expected, strict=True)]
+    norms = [b.float().square().sum() for b in expected]
+    return round((sum(parts) / sum(norms)).sqrt().item(), 6)
+
+
+def measure(backend, num_queries: int, lens: tuple[int, int], rounds: int) -> dict:
+    pair = Pair(backend, num_queries, lens)
+    arms = pair.arms()
+    expected = arms["padded_kernel"]()
+    result = {
+        "formulation": getattr(pair.arrange("packed_pad_exact").metadata, "formulation", "dense"),
+        "rms_difference_from_padded": {name: difference(call(), expected) for name, call in arms.items()},
+        "peak_bytes_of_a_call": {name: temporary_bytes(call) for name, call in arms.items()},
+    }
+    del expected
+    result["median_ms"] = interleaved(arms, rounds)
+    held = pair.kv_bytes()
+    result["kv_bytes"] = held
+    result["kv_saved_percent"] = {mode: round(100 * (1 - n / held["padded"]), 1) for mode, n in held.items()}
+    if lens[1] < TEXT_ROWS:
+        result["merge_pass"] = merge_pass(pair, arms, rounds)
+    return result
+
+
+def merge_pass(pair: Pair, arms, rounds: int) -> dict[str, float]:
+    """The merge alone, for the bytes that bind it: Q and the output read, the output written, of one sequence."""
+    q, out = pair.q[1:], arms["padded_kernel"]()[1:]
+    lse = torch.zeros(1, q.shape[2], q.shape[1], device=q.device)
+    log_pads, (k, v) = lse.new_zeros(1), (x[-1] for x in pair.rows)
+
+    def call():
+        merge_pad_rows_(q, out, lse, k, v, log_pads, pair.scale)
+
+    ms = interleaved({"merge": call}, rounds)["merge"]
+    moved = 3 * q.nbytes + lse.nbytes
+    return {"median_ms": ms, "bytes": moved, "tb_per_s": round(moved / ms / 1e9, 3)}
+
+
+def self_attention(backend, num_queries: int, rounds: int) -> dict[str, float]:
+    """Dense self-attention through the backend and by the kernel package's own function."""
+    from flash_attn.cute import flash_attn_func
+
+    spec = backend.spec
+    shape = (1, num_queries, spec.num_heads, spec.head_dim)
+    q, k, v = (torch.randn(shape, device=spec.device, dtype=spec.dtype) for _ in "qkv")
+    arms = {"backend": lambda: backend.forward(q, k, v), "kernel": lambda: flash_attn_func(q, k, v)[0]}
+    return interleaved(arms, rounds)
+
+
+def goals(name: str, results: dict[str, dict]) -> list[dict]:
+    """What is to be reached, as ratios of medians, and what was measured."""
+    packed_limit = 1.03 if name == "14B 720p" else 1.06
+    found = []
+    for skew, result in results.items():
+        wanted = [
+            ("cu_seqlens_total", "seqused_k_total", packed_limit),
+            ("pad_exact_total", "padded_total", 1.02),
+        ]
+        if skew == "120/1":
+            wanted.append(("pad_exact_total", "padded_total", 1 / 1.4))
+        for arm, reference, limit in wanted:
+            ratio = result["median_ms"][arm] / result["median_ms"][reference]
+            line = {"skew": skew, "ratio_of": [arm, reference], "ratio": round(ratio, 4), "at_most": round(limit, 4)}
+            found.append(line | {"reached": ratio <= limit})
+    return found
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+
+    began = time.perf_counter()
+    result = {
+        "command": " ".join(["python", "benchmarks/cross_attention.py", *sys.argv[1:]]),
+        "versions": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        | installed_versions(("flash-attn-4", "nvidia-cutlass-dsl", "triton")),
+        "conditions": f"bf16, B {BATCH}, head_dim {HEAD_DIM}, {TEXT_ROWS} text rows; medians of {options.rounds} times "
+        f"of {CALLS} calls each",
+        "shapes": {},
+    }
+    for name, (heads, num_queries) in SHAPES.items():
+        backend = select_backend("flash_attn4", AttentionSpec("cross_text", heads, HEAD_DIM, torch.bfloat16, "cuda"))
+        results = {}
+        for lens in SKEWS:
+            skew = "/".join(map(str, lens))
+            results[skew] = measure(backend, num_queries, lens, options.rounds)
+            print(f"{name} {skew}: {results[skew]['median_ms']}", file=sys.stderr, flush=True)
+        result["shapes"][name] = {
+            "heads": heads,
+            "queries": num_queries,
+            "skews": results,
+            "goals": goals(name, results),
+        }
+    heads, num_queries = SHAPES["1.3B 480p"]
+    dense = select_backend("flash_attn4", AttentionSpec("self", heads, HEAD_DIM, torch.bfloat16, "cuda"))
+    result["self_attention_1.3B_480p_ms"] = self_attention(dense, num_queries, options.rounds)
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    print(json.dumps(result, indent=2))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
