@@ -58,7 +58,7 @@ class Pair:
             )  # fmt: skip
 
     def arrange(self, mode: str):
-        return self.site(mode).arrange_kv(*self.rows, self.lens, TEXT_ROWS)
+        return self.site(mode).arrange_kv(*split(self.rows, self.lens))
 
     def arms(self) -> dict[str, Callable[[], torch.Tensor]]:
         q, lens, state, forward = self.q, self.lens, self.state, self.backend.forward
@@ -86,7 +86,7 @@ class Pair:
         packed = state.packed_kv("cross_text", lens, device, max_seqlen_kv=TEXT_ROWS)
         merge, repeated = (pads_of(name) for name in FORMULATIONS)
         k_repeated, v_repeated = with_pad_row(k_rows), with_pad_row(v_rows)
-        chosen = exact.arrange_kv(*self.rows, lens, TEXT_ROWS)
+        chosen = exact.arrange_kv(*split(self.rows, lens))
         return {
             "padded_kernel": lambda: forward(q, k_padded, v_padded),
             "padded_total": lambda: forward(q, k_padded, v_padded),
@@ -107,7 +107,7 @@ class Pair:
                 q, with_pad_row(k_rows), with_pad_row(v_rows), pads_of("repeated_key").packed
             ),
             "pad_exact_kernel": lambda: exact.attend(q, chosen),
-            "pad_exact_total": lambda: exact.attend(q, exact.arrange_kv(*self.rows, lens, TEXT_ROWS)),
+            "pad_exact_total": lambda: exact.attend(q, exact.arrange_kv(*split(self.rows, lens))),
         }  # fmt: skip
 
     def kv_bytes(self) -> dict[str, int]:
@@ -121,6 +121,12 @@ class Pair:
             held[mode] = allocated() - before
             del kv
         return held
+
+
+def split(rows: tuple[torch.Tensor, torch.Tensor], lens: tuple[int, int]) -> tuple:
+    """arrange_kv's arguments: the real rows of each prompt, and the pad row behind them all."""
+    (*keys, k_pad), (*values, v_pad) = (x.split([*lens, 1]) for x in rows)
+    return keys, values, TEXT_ROWS, (k_pad[0], v_pad[0])
 
 
 def allocated() -> int:

@@ -4,7 +4,8 @@
 
 Denoising is the time from the end of the last text encoder call to the start of the VAE's decode, for both; ours
 therefore includes projecting the text. The whole run is the pipeline's call, prompt to frames. Peak memory is the
-resident set of a process of its own for each arm, weights included. Times are medians of interleaved runs.
+resident set of a process of its own for each arm, weights included, run before the timed ones. Times are medians of
+interleaved runs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -20,6 +20,9 @@ import time
 from pathlib import Path
 
 import torch
+
+from visual_gen.runtime.machine import cpu_name, peak_rss_bytes
+from visual_gen.runtime.versions import installed_versions
 
 PROMPT = "a red circle moving right on a black background"
 ARMS = ("visual_gen", "diffusers")
@@ -94,16 +97,17 @@ def main() -> None:
 
     if settings.peak_of:
         run(settings.peak_of, load(settings.peak_of, dtype), settings)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        print(peak_rss_bytes() / 2**20)
         return
 
+    argv = [word for word in sys.argv[1:] if not word.startswith("--output") and word != str(settings.output)]
+    peaks = {arm: peak_memory_mib(arm, argv) for arm in ARMS}
     pipes = {arm: load(arm, dtype) for arm in ARMS}
     frames = {arm: run(arm, pipe, settings)[2] for arm, pipe in pipes.items()}  # warm-up, and the results' difference
     times: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
     for i in range(settings.runs):
         for arm in ARMS if i % 2 == 0 else reversed(ARMS):
             times[arm].append(run(arm, pipes[arm], settings)[:2])
-    argv = [word for word in sys.argv[1:] if not word.startswith("--output") and word != str(settings.output)]
     result = {
         "command": " ".join(["python", "benchmarks/demo_vs_diffusers.py", *argv]),
         "settings": {k: v for k, v in vars(settings).items() if k not in ("output", "peak_of")},
@@ -115,7 +119,7 @@ def main() -> None:
         result[arm] = {
             "denoise_s": round(denoise, 3),
             "whole_s": round(whole, 3),
-            "peak_memory_mib": round(peak_memory_mib(arm, argv), 1),
+            "peak_memory_mib": round(peaks[arm], 1),
             "runs": [[round(x, 3) for x in pair] for pair in times[arm]],
         }
     result["ratio"] = {
@@ -127,24 +131,13 @@ def main() -> None:
         settings.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def versions() -> dict[str, str]:
-    import diffusers
-    import transformers
-
+def versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "transformers": transformers.__version__,
+        **installed_versions(["torch", "diffusers", "transformers"]),
         "cpu": cpu_name(),
         "threads": str(torch.get_num_threads()),
     }
-
-
-def cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
 
 
 if __name__ == "__main__":

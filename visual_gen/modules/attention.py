@@ -197,33 +197,49 @@ class Attention(nn.Module):
         lens = host_lens("lengths of rows", [len(x) for x in rows], padded_len)
         # Each sequence is projected alone: the bits of a matrix product depend on how many rows it has, and a prompt's
         # must not depend on its neighbours.
-        keys, values = (list(x) for x in zip(*(self.project_kv(x) for x in rows), strict=True))
+        keys, values = zip(*(self.project_kv(x) for x in rows), strict=True)
+        pad = None
+        if min(lens) < padded_len and self.cross_kv != "packed":
+            if pad_row is None:
+                raise ValueError(f"rows have lengths {lens} of {padded_len}: give pad_row, which stands behind them")
+            pad = tuple(x[0].clone() for x in self.project_kv(pad_row))  # no view: it would keep K and V together
+        return self.arrange_kv(keys, values, padded_len, pad, fixed_capacity=fixed_capacity)
+
+    def arrange_kv(
+        self,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        padded_len: int,
+        pad: tuple[torch.Tensor, torch.Tensor] | None,
+        *,
+        fixed_capacity: bool = False,
+    ) -> CrossKV:
+        """make_cross_kv from rows that are projected already: keys, values [n, H, D] of each sequence.
+
+        pad: k and v [H, D] of the pad row; may be None where no sequence is short, or in mode "packed".
+        """
+        lens, batch = tuple(len(x) for x in keys), len(keys)
         state, device, num_pads = self.attention_metadata_state, keys[0].device, [padded_len - n for n in lens]
         formulation = self.cross_kv if any(num_pads) else "padded"
         if formulation == "packed_pad_exact":
             formulation = pad_formulation(lens, padded_len, repeated_key=self.backend.supports_repeated_last_key())
-        pads, metadata = (), None
-        if any(num_pads) and formulation != "packed":
-            if pad_row is None:
-                raise ValueError(f"rows have lengths {lens} of {padded_len}: give pad_row, which stands behind them")
-            pads = tuple(x[0].clone() for x in self.project_kv(pad_row))  # no view: it would keep K and V together
         if formulation == "padded":
-            state.dense_kv(self.role, len(rows), padded_len)
-        elif formulation == "packed":
+            state.dense_kv(self.role, batch, padded_len)
+            padded = (_append(x, i, pad, num_pads) for i, x in enumerate((keys, values)))
+            return CrossKV(*(torch.stack(x) for x in padded))
+        if formulation == "packed":
             # The bound is the same for all layouts, as what is compiled and captured depends on it.
-            metadata = state.packed_kv(self.role, lens, device, max_seqlen_kv=padded_len)
+            metadata, pad = state.packed_kv(self.role, lens, device, max_seqlen_kv=padded_len), ()
         else:
             metadata = state.packed_pad_kv(self.role, lens, padded_len, device, formulation=formulation)
-        if formulation in ("padded", "repeated_key") and pads:
-            kept = num_pads if formulation == "padded" else [min(n, 1) for n in num_pads]
-            keys, values = (_append(x, pad, kept) for x, pad in zip((keys, values), pads, strict=True))
-            pads = ()
-        if formulation == "padded":
-            return CrossKV(torch.stack(keys), torch.stack(values))
+        if formulation == "repeated_key":
+            one_pad = [min(n, 1) for n in num_pads]
+            keys, values = (_append(x, i, pad, one_pad) for i, x in enumerate((keys, values)))
+            pad = ()
         if fixed_capacity:
-            spare = keys[0].new_zeros(len(rows) * padded_len - sum(map(len, keys)), self.num_heads, self.head_dim)
-            keys, values = [*keys, spare], [*values, spare]
-        return CrossKV(torch.cat(keys), torch.cat(values), metadata, *pads)
+            spare = keys[0].new_zeros(batch * padded_len - sum(map(len, keys)), self.num_heads, self.head_dim)
+            keys, values = (*keys, spare), (*values, spare)
+        return CrossKV(torch.cat(keys), torch.cat(values), metadata, *pad)
 
     def attend(self, q: torch.Tensor, kv: CrossKV) -> torch.Tensor:
         """q [B, S, H, D] over one CrossKV → [B, S, H, D], in front of the output projection."""
@@ -266,6 +282,10 @@ def pack_rows(x: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
     return torch.cat([x[b, :n] for b, n in enumerate(lens)])
 
 
-def _append(rows: Sequence[torch.Tensor], pad: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """rows [n, H, D] of each sequence with counts[b] times pad [H, D] behind them."""
-    return [torch.cat([x, pad.expand(n, *pad.shape)]) if n else x for x, n in zip(rows, counts, strict=True)]
+def _append(
+    rows: Sequence[torch.Tensor], side: int, pad: tuple[torch.Tensor, ...] | None, counts: Sequence[int]
+) -> list[torch.Tensor]:
+    """rows [n, H, D] of each sequence with counts[b] times pad[side] [H, D] behind them."""
+    return [
+        torch.cat([x, pad[side].expand(n, *pad[side].shape)]) if n else x for x, n in zip(rows, counts, strict=True)
+    ]
