@@ -96,7 +96,8 @@ def merge_pad_rows_(
     if out.is_cuda and lse.dtype == torch.float32:
         from attention_backend.merge_pad_rows_triton import launch
 
-        launch(q, out, lse, k_pad, v_pad, log_pad_lens, softmax_scale)
+        with torch.cuda.device_of(out):  # triton launches on the current device, whatever the tensors are on
+            launch(q, out, lse, k_pad, v_pad, log_pad_lens, softmax_scale)
     else:
         out.copy_(merged_pad_rows(q, out, lse, k_pad, v_pad, log_pad_lens, softmax_scale))
 

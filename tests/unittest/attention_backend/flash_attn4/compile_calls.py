@@ -43,8 +43,8 @@ CALLS += [Call("padded", causal=True, return_lse=True), Call("packed_q", causal=
 CALLS += [Call("paged", block_size=104, causal=True, return_lse=True)]
 CALLS += [Call("packed", heads=8, kv_heads=2), Call("paged", block_size=128, heads=8, kv_heads=2)]
 CALLS += [Call("dense", head_dim=64), Call("packed", head_dim=64, return_lse=True)]
-CALLS += [Call("packed", repeated_key=True), Call("packed", head_dim=64, repeated_key=True, return_lse=True)]
-CALLS += [Call("packed", heads=8, kv_heads=2, repeated_key=True)]
+CALLS += [Call("packed", repeated_key=True)]
+CALLS += [Call("packed", head_dim=64, heads=8, kv_heads=2, repeated_key=True, return_lse=True)]
 # What must be refused, so that a green result means something.
 REFUSED = [Call("dense", head_dim=264), Call("paged", block_size=104, head_dim=264)]
 
