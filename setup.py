@@ -19,6 +19,7 @@ setup(
         "torch>=2.11,<2.15",
         "diffusers>=0.42",
         "transformers>=5.17",
+        "tokenizers>=0.22",
         # Without these two diffusers runs, but loads weights another way and cleans text another way.
         "accelerate>=1.15",
         "ftfy>=6.3",
@@ -32,6 +33,7 @@ setup(
         "rich>=14",
         "matplotlib>=3.10",
         "jinja2>=3.1",
+        "markupsafe>=3",
     ],
     extras_require={
         "fa4": [

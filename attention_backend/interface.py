@@ -51,9 +51,12 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ValueError(f"role is {self.role!r}; it must be one of {', '.join(ROLES)}")
-        for name in ("num_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("num_heads", "head_dim", "num_kv_heads"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+        if self.num_heads is None or self.head_dim is None:
+            raise ValueError(f"num_heads is {self.num_heads} and head_dim {self.head_dim}; both must be given")
         unknown = frozenset(self.needs) - NEEDS
         if unknown:
             raise ValueError(f"needs has {sorted(unknown)}; known needs are {sorted(NEEDS)}")
@@ -62,13 +65,14 @@ class AttentionSpec:
         set_(self, "device", device_with_index(self.device))
         if self.num_kv_heads is None:
             set_(self, "num_kv_heads", self.num_heads)
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+        if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; grouped-query "
                 "attention needs every key/value head to serve the same number of query heads"
             )
-        if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
-            raise ValueError(f"softmax_scale is {self.softmax_scale}; it must be finite (None means head_dim ** -0.5)")
+        scale = self.softmax_scale
+        if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
+            raise ValueError(f"softmax_scale is {scale!r}; it must be finite and above 0 (None means head_dim ** -0.5)")
         if self.softmax_scale is None:
             set_(self, "softmax_scale", self.head_dim**-0.5)
 
@@ -168,9 +172,10 @@ class AttentionBackend(ABC):
         _check_tensors(self.spec, q, k, v, metadata)
         result = self.attend(q, k, v, metadata, causal=causal, return_lse=return_lse)
         # Kernel packages differ by version: a bare tensor, (out, None) or (out, lse, ...).
-        out, lse = (result[0], result[1]) if isinstance(result, tuple | list) else (result, None)
-        if out.shape != q.shape:
-            raise RuntimeError(f"{self.name} returned shape {tuple(out.shape)} for q of shape {tuple(q.shape)}")
+        out, lse, *_ = (*result, None, None) if isinstance(result, tuple | list) else (result, None)
+        if not isinstance(out, torch.Tensor) or (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
+            found = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, torch.Tensor) else repr(out)
+            raise RuntimeError(f"{self.name} returned {found} for q of {q.dtype} {tuple(q.shape)} on {q.device}")
         if not return_lse:
             return out
         if lse is None:

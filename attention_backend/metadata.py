@@ -243,7 +243,9 @@ class AttentionMetadataState:
         key = (role, layout, str(device))
         entry = self._entries.get(key)
         if entry is None:
-            entry = build(lambda *rows: self._to_device(rows, device))
+            # Entries outlive the inference_mode that may be on now, and autograd refuses tensors made in it.
+            with torch.inference_mode(False):
+                entry = build(lambda *rows: self._to_device(rows, device))
             self.builds += 1
             self._entries[key] = entry
             if len(self._entries) > self.max_entries:
@@ -316,14 +318,14 @@ def _check_int32(name: str, x: torch.Tensor, shape: tuple[int, ...], device: tor
 def _check_lens(
     name: str, lens: tuple[int, ...] | None, batch: int, max_len: int, max_total: int | None = None
 ) -> None:
+    """Host lengths against their bound and the rows that they divide. Those that only a device knows are not read."""
     # A compiled graph is tied to every host value that it has read: lengths checked there would compile each layout.
     if lens is None or torch.compiler.is_compiling():
         return
-    if len(lens) != batch or max(lens) > max_len or min(lens) < 0:
+    if len(lens) != batch or max(lens, default=0) > max_len or min(lens, default=0) < 0:
         raise ValueError(f"{name} is {lens}; expected {batch} lengths between 0 and {max_len}")
     if max_total is not None and sum(lens) > max_total:
-        of = "q has" if name == "q_lens" else "k, v have only"
-        raise ValueError(f"{name} sum to {sum(lens)} but {of} {max_total} rows")
+        raise ValueError(f"{name} sum to {sum(lens)} but k, v have only {max_total} rows")
 
 
 def _check_q(metadata: PackedKV | PagedKV, q: torch.Tensor, batch: int) -> int:
@@ -335,5 +337,7 @@ def _check_q(metadata: PackedKV | PagedKV, q: torch.Tensor, batch: int) -> int:
     _check_int32("cu_seqlens_q", metadata.cu_seqlens_q, (batch + 1,), q.device)
     if metadata.max_seqlen_q is None:
         raise ValueError("cu_seqlens_q is given without max_seqlen_q; give an upper bound of the query lengths")
-    _check_lens("q_lens", metadata.q_lens, batch, metadata.max_seqlen_q, max_total=q.shape[0])
+    _check_lens("q_lens", metadata.q_lens, batch, metadata.max_seqlen_q)
+    if metadata.q_lens is not None and not torch.compiler.is_compiling() and sum(metadata.q_lens) != q.shape[0]:
+        raise ValueError(f"q_lens sum to {sum(metadata.q_lens)} but q has {q.shape[0]} rows")
     return batch

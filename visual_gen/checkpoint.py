@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 PACKAGED_CHECKPOINTS = {"wan-shapes": Path(__file__).parent / "checkpoints" / "wan_shapes"}
-PIPELINE_FILES = ("model_index.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt")
+CONFIG_FILES = ("model_index.json", "recommended.json", "*/*.json", "*/*.model", "*/*.txt")  # and the tokenizer
+PIPELINE_FILES = (*CONFIG_FILES, "*/*.safetensors")
 
 # https://github.com/huggingface/safetensors#format
 _HEADER_LENGTH_BYTES = 8

@@ -10,13 +10,20 @@ import difflib
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from visual_gen.device import find_device
+
 if TYPE_CHECKING:
     import torch
+
+CrossKVMode = Literal["padded", "packed", "packed_pad_exact"]
+CROSS_KV_MODES: tuple[CrossKVMode, ...] = get_args(CrossKVMode)
+CFGMode = Literal["batched", "sequential"]
+CFG_MODES: tuple[CFGMode, ...] = get_args(CFGMode)
 
 
 class ConfigError(ValueError):
@@ -51,7 +58,8 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """Which weights. `preset` names a geometry that `plan` uses where `path` has no folder on this machine."""
+    """Which weights. `preset` names a published model, which is believed where `path` has no folder on this machine;
+    where it has one, the folder decides, and a preset that contradicts it is an error of `plan` and `generate`."""
 
     path: Annotated[str, Field(min_length=1)]
     preset: Annotated[str, Field(min_length=1)] | None = None
@@ -67,7 +75,7 @@ class AttentionConfig(_Section):
     self: BackendName = "auto"
     cross_text: BackendName = "auto"
     cross_image: BackendName = "auto"
-    cross_kv: Literal["padded", "packed", "packed_pad_exact"] = "padded"
+    cross_kv: CrossKVMode = "padded"
 
 
 class GenerationConfig(_Section):
@@ -88,8 +96,8 @@ class GenerationConfig(_Section):
     scheduler: Literal["unipc", "euler"] | None = None
     flow_shift: PositiveFloat | None = None
     max_sequence_length: PositiveInt = 512
-    cfg: Literal["batched", "sequential"] = "batched"
-    fps: PositiveFloat = 16.0
+    cfg: CFGMode = "batched"
+    fps: Annotated[float, Field(ge=1, le=240)] = 16.0
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -133,18 +141,10 @@ class RunConfig(_Section):
 
     def torch_device(self) -> torch.device:
         """The device that `device` stands for on this machine. Raises ConfigError if it asks for an absent GPU."""
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if self.device == "auto":
-            return torch.device("cuda" if count else "cpu")
-        device = torch.device(self.device)
-        if device.type == "cuda" and (device.index or 0) >= count:
-            have = f"{count} CUDA device(s)" if count else "no CUDA device"
-            raise ConfigError(
-                f"device = {self.device!r}: torch {torch.__version__} sees {have} here; use 'cpu' or 'auto'"
-            )
-        return device
+        try:
+            return find_device(self.device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 def parse_override(text: str) -> Override:
@@ -271,7 +271,7 @@ WANTED = {
     "greater_than": "wants more than {gt:g}",
     "greater_than_equal": "wants {ge:g} or more",
     "less_than": "wants less than {lt}",
-    "less_than_equal": "wants {le} or less",
+    "less_than_equal": "wants {le:g} or less",
     "value_error": "wants {error}",
     "model_type": "wants a section (a mapping of keys)",
 }

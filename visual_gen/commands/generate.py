@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from visual_gen.commands.settings import config_from_arguments
 from visual_gen.config import ConfigError, RunConfig
-from visual_gen.runtime.files import check_writable
+from visual_gen.runtime.files import check_writable, report_paths
 
-# Presets that `plan` knows and the pipeline does not serve yet, with what is missing.
-NOT_YET = {
-    "wan2.1-i2v-14b": "the image-to-video pipeline",
-    "wan2.1-flf2v-14b": "the first-and-last-frame pipeline",
-    "wan2.2-t2v-a14b": "the switch between its two transformers",
-    "wan2.2-i2v-a14b": "the image-to-video pipeline, and the switch between its two transformers",
-    "wan2.2-ti2v-5b": "the pipeline that gives each token its own timestep",
-}
+if TYPE_CHECKING:
+    from visual_gen.pipelines import WanPipeline, WanPipelineOutput
 
 
 def run(arguments: argparse.Namespace) -> None:
     config = config_from_arguments(arguments)
     files = output_files(config)
-    missing = NOT_YET.get(config.model.preset or "")
-    if missing:
-        raise ConfigError(
-            f"{arguments.config}: model.preset = {config.model.preset!r} cannot generate yet: {missing} is not written "
-            "(`visual-gen plan` works for it)"
-        )
-    written = generate(config, files)
-    for file in written:
-        print(file)
+    refuse_what_cannot_generate(config)
+    generate(config, files)
 
 
 def output_files(config: RunConfig) -> list[Path]:
-    """One mp4 path for each prompt, found to be writable. Raises ValueError and OSError otherwise."""
+    """One mp4 path for each prompt, found to be writable, as are the report's. Raises ValueError and OSError else."""
     path = Path(config.output.path).expanduser()
     prompts = config.generation.prompts
     if not prompts:
@@ -43,49 +35,114 @@ def output_files(config: RunConfig) -> list[Path]:
     if path.suffix.lower() != ".mp4":
         raise ConfigError(f"output.path = {str(path)!r}: wants a name that ends in .mp4")
     files = [path] if len(prompts) == 1 else [path.with_stem(f"{path.stem}-{i}") for i in range(len(prompts))]
-    for file in files:
+    for file in (*files, *(report_paths(path) if config.output.report else ())):
         check_writable(file)
     return files
 
 
-def generate(config: RunConfig, files: list[Path]) -> list[Path]:
-    """Make the clips of `config` and write each to its file; returns every file written, the report's included."""
-    device, dtype = config.torch_device(), config.torch_dtype()
+def refuse_what_cannot_generate(config: RunConfig) -> None:
+    """Raises ConfigError on a preset that is unknown, contradicts the folder, or names a model that is not served.
+    What no preset tells, the folder's own files do when the pipeline opens it."""
+    if config.model.preset is None:
+        return
+    from visual_gen.runtime.model import find_model, missing_to_generate
+
+    model = find_model(config)
+    missing = missing_to_generate(model) if model is not None else None
+    if missing:
+        raise ConfigError(
+            f"model.preset = {config.model.preset!r} cannot generate yet: {missing} is not written (`visual-gen plan` "
+            "works for it)"
+        )
+
+
+def generate(config: RunConfig, files: list[Path]) -> None:
+    """Make the clips of `config`, write each to its file, and print the name of every file written, the report's too.
+
+    Raises ValueError on what cannot be served, before weights are read; GenerationError if a clip is no usable video:
+    the others are written then.
+    """
+    generation = config.generation
+    settings = {
+        "dtype": config.torch_dtype(),
+        "device": config.torch_device(),
+        "attention": config.attention,
+        "scheduler": generation.scheduler,
+        "flow_shift": generation.flow_shift,
+    }
+    call = {
+        "prompt": list(generation.prompts),
+        "negative_prompt": generation.negative_prompt,
+        "height": generation.height,
+        "width": generation.width,
+        "num_frames": generation.num_frames,
+        "num_inference_steps": generation.num_inference_steps,
+        "guidance_scale": generation.guidance_scale,
+        "max_sequence_length": generation.max_sequence_length,
+        "cfg": generation.cfg,
+    }
 
     import torch
 
-    from visual_gen.pipelines import WanPipeline
+    from visual_gen.pipelines import GenerationError, WanPipeline
+
+    WanPipeline.check(config.model.path, settings, call)
+    pipeline = WanPipeline.from_pretrained(config.model.path, **settings)
+    _announce(config, pipeline)
+    # On the CPU whatever the device, so that a seed gives one noise everywhere.
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in generation.seeds]
+    try:
+        output = pipeline(**call, generator=generators, output_type="np")
+    except GenerationError as error:
+        if error.output is None or len(error.output.record.bad_clips) == len(files):
+            raise
+        _write(config, error.output, files)
+        _say("the other clips were written")
+        raise
+    _write(config, output, files)
+
+
+def _announce(config: RunConfig, pipeline: WanPipeline) -> None:
+    """What the checkpoint is and which backend each role took, on stderr: a run can be long, so before it."""
+    if label := pipeline.recommended.get("label"):
+        _say(f"{config.model.path}: {label}")
+    for role, choice in pipeline.transformer.attention_choices.items():
+        _say(f"{role} attention: {choice.name} ({textwrap.shorten(choice.why, 160, placeholder=' …')})")
+
+
+def _say(text: str) -> None:
+    print(f"visual-gen: {text}", file=sys.stderr)
+
+
+def _write(config: RunConfig, output: WanPipelineOutput, files: list[Path]) -> None:
+    """Every good clip, then the report."""
     from visual_gen.runtime.report import write_report
     from visual_gen.runtime.video import write_video
 
-    generation = config.generation
-    pipeline = WanPipeline.from_pretrained(
-        config.model.path,
-        dtype=dtype,
-        device=device,
-        attention=config.attention,
-        scheduler=generation.scheduler,
-        flow_shift=generation.flow_shift,
-    )
-    output = pipeline(
-        prompt=list(generation.prompts),
-        negative_prompt=generation.negative_prompt,
-        height=generation.height,
-        width=generation.width,
-        num_frames=generation.num_frames,
-        num_inference_steps=generation.num_inference_steps,
-        guidance_scale=generation.guidance_scale,
-        # On the CPU whatever the device, so that a seed gives one noise everywhere.
-        generator=[torch.Generator("cpu").manual_seed(seed) for seed in generation.seeds],
-        max_sequence_length=generation.max_sequence_length,
-        cfg=generation.cfg,
-        output_type="np",
-    )
-    start = time.perf_counter()
-    for file, clip in zip(files, output.frames, strict=True):
-        write_video(file, clip, generation.fps, crf=config.output.crf)
     record = output.record
+    written = [None if row in record.bad_clips else file for row, file in enumerate(files)]
+    start = time.perf_counter()
+    for file, clip in zip(written, output.frames, strict=True):
+        if file is None:
+            continue
+        with _writing(file):
+            write_video(file, clip, config.generation.fps, crf=config.output.crf)
     record.stage_seconds["write"] = time.perf_counter() - start
-    if not config.output.report:
-        return files
-    return [*files, *write_report(Path(config.output.path).expanduser(), config, record, output.frames, files)]
+    reports: tuple[Path, ...] = ()
+    if config.output.report:
+        path = Path(config.output.path).expanduser()
+        with _writing(report_paths(path)[0]):
+            reports = write_report(path, config, record, output.frames, written)
+    # At the end: a reader of this output that has gone stops us here, and must not cost a clip.
+    for file in (*written, *reports):
+        if file is not None:
+            print(file)
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    """Its path was writable when the run began: what fails now, a full disk say, is no bad input."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(f"writing {file} failed: {error.strerror or error}") from error

@@ -10,6 +10,13 @@ from visual_gen.commands.settings import config_from_arguments
 from visual_gen.runtime.plan import Plan, plan
 from visual_gen.runtime.units import format_bytes, format_count
 
+MEMORY_ROWS = {
+    "weights": "transformer weights",
+    "text_encoder": "text encoder weights",
+    "vae": "VAE weights",
+    "text_kv": "text keys and values",
+}
+
 
 def run(arguments: argparse.Namespace) -> None:
     found = plan(config_from_arguments(arguments), arguments.text_lens)
@@ -60,7 +67,9 @@ def _print_tables(found: Plan) -> None:
         table.add_column(column, justify=justify)
     for name, count in found.memory_bytes.items():
         share = count / math.fsum(v for k, v in found.memory_bytes.items() if k != "total")
-        table.add_row(name.replace("_", " "), format_bytes(count), f"{share:.0%}", end_section=name == "activations")
+        table.add_row(
+            MEMORY_ROWS.get(name, name), format_bytes(count), f"{share:.0%}", end_section=name == "activations"
+        )
     console.print(table)
     for note in found.notes:
         console.print(note, soft_wrap=True, highlight=False)

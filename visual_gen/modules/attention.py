@@ -100,7 +100,8 @@ class Attention(nn.Module):
         if role != "cross_image":
             self.to_out = nn.Linear(inner, hidden_size)
         self._backend_name = backend if isinstance(backend, str) else None
-        self.backend = select_backend(backend, self.spec()) if isinstance(backend, str) else backend
+        spec = self.spec()  # checks the role also where a backend is given
+        self.backend = select_backend(backend, spec) if isinstance(backend, str) else backend
         self._check_backend()
 
     def spec(self) -> AttentionSpec:

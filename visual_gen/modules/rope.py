@@ -34,16 +34,22 @@ class RotaryTable:
         if key not in self._grids:
             if len(self._grids) >= 8:
                 self._grids.pop(next(iter(self._grids)))
-            shape = (frames, height, width, -1)
-            axes = [
-                self._angles[0][:frames].view(frames, 1, 1, -1).expand(shape),
-                self._angles[1][:height].view(1, height, 1, -1).expand(shape),
-                self._angles[2][:width].view(1, 1, width, -1).expand(shape),
-            ]
-            angles = torch.cat(axes, dim=-1).reshape(frames * height * width, 1, -1)
-            # Rounded to fp32 only here: angles reach thousands of radians, where fp32 would lose the phase.
-            self._grids[key] = torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(device)
+            self._grids[key] = self._build(frames, height, width, device)
         return self._grids[key]
+
+    def _build(self, frames: int, height: int, width: int, device: torch.device) -> torch.Tensor:
+        shape = (frames, height, width, -1)
+        axes = [
+            self._angles[0][:frames].view(frames, 1, 1, -1).expand(shape),
+            self._angles[1][:height].view(1, height, 1, -1).expand(shape),
+            self._angles[2][:width].view(1, 1, width, -1).expand(shape),
+        ]
+        angles = torch.cat(axes, dim=-1).reshape(frames * height * width, 1, -1)
+        # Rounded to fp32 only here: angles reach thousands of radians, where fp32 would lose the phase.
+        table = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        # Not an inference tensor: it outlives the mode that may be on now, and autograd refuses those.
+        with torch.inference_mode(False):
+            return table.to(device).clone()
 
 
 def apply_rotary(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:

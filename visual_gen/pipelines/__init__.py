@@ -1,6 +1,17 @@
 """Pipelines: from text to frames."""
 
-from visual_gen.pipelines.errors import GenerationError
-from visual_gen.pipelines.wan import WanPipeline, WanPipelineOutput
+import importlib
 
-__all__ = ["GenerationError", "WanPipeline", "WanPipelineOutput"]
+_EXPORTS = {
+    "GenerationError": "visual_gen.pipelines.errors",
+    "WanPipeline": "visual_gen.pipelines.wan",
+    "WanPipelineOutput": "visual_gen.pipelines.wan",
+}
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str):
+    # Loaded on first use: diffusers and transformers take seconds, which checking a request or a prompt does not need.
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'visual_gen.pipelines' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -89,10 +89,11 @@ def check_geometry(folder: Path) -> None:
         read_json(folder / name / "config.json") for name in ("transformer", "text_encoder", "vae")
     )
     where = folder / "transformer" / "config.json"
-    for name, config, key in (("transformer", transformer, "_class_name"), ("vae", vae, "_class_name")):
-        if config.get(key) not in _COMPONENT_CLASSES[name]:
+    for name, config in (("transformer", transformer), ("vae", vae)):
+        stored = config.get("_class_name")
+        if stored not in _COMPONENT_CLASSES[name]:
             raise CheckpointError(
-                f"{folder / name / 'config.json'} has {key} {config.get(key)!r}; a Wan pipeline needs "
+                f"{folder / name / 'config.json'} has _class_name {stored!r}; a Wan pipeline needs "
                 f"{_COMPONENT_CLASSES[name][0]!r}"
             )
     if transformer.get("image_dim") is not None or transformer.get("added_kv_proj_dim") is not None:
@@ -200,6 +201,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 def load_components(
     folder: Path,
+    tokenizer: Any,
     *,
     dtype: torch.dtype,
     vae_dtype: torch.dtype,
@@ -207,14 +209,9 @@ def load_components(
     attention: Any,
     part: Callable[[str], AbstractContextManager[None]],
 ) -> Components:
-    """Check that the folder's parts fit together and that no weight file is damaged, then load each part once, inside
-    `part(name)`."""
-    check_geometry(folder)
+    """Check that no weight file is damaged, then load each part once, inside `part(name)`."""
     for name, stem in (("text_encoder", "model"), ("transformer", STEM), ("vae", STEM)):
         WeightFiles.open(folder / name, stem=stem)
-    with part("tokenizer"):
-        vocab_size = read_json(folder / "text_encoder" / "config.json")["vocab_size"]
-        tokenizer = load_tokenizer(folder / "tokenizer", vocab_size)
     with part("text encoder"):
         text_encoder = load_text_encoder(folder / "text_encoder", dtype=dtype, device=device)
     with part("VAE"):

@@ -15,7 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class OneDnnConv3d(TorchFunctionMode):
-    """Inside this context, conv3d of fp32 CPU tensors runs in oneDNN, if this torch has it; all else is as before."""
+    """Inside this context, conv3d of fp32 CPU tensors runs in oneDNN, if this torch has it; all else is as before.
+
+    torch.mkldnn_convolution is in no documentation of torch; one without it keeps its own kernel, slower and right.
+    """
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -30,7 +33,8 @@ def _served(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: Any, padding: Any, *rest: Any
 ) -> bool:
     return (
-        x.device.type == "cpu"
+        hasattr(torch, "mkldnn_convolution")
+        and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and isinstance(padding, tuple)
         and torch.backends.mkldnn.is_available()

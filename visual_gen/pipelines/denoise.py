@@ -108,6 +108,6 @@ def check_finite(finite: torch.Tensor, host_timesteps: list[float]) -> None:
             raise GenerationError(
                 f"denoising step {i + 1} of {len(host_timesteps)} (timestep {host_timesteps[i]:g}) gave NaN or "
                 f"infinity for prompt(s) {bad}: the weights or the latents are damaged, or the dtype overflows (try "
-                "torch.bfloat16 or torch.float32)",
+                "dtype bfloat16 or float32)",
                 step=i + 1,
             )

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from visual_gen.pipelines.wan import WanPipelineOutput
 
 
 class GenerationError(RuntimeError):
-    """A run that gave no usable video. `step` counts denoising steps from 1; `latents`, if there are any to keep,
-    are what was about to be decoded or was."""
+    """A run that gave no usable video, or not one for each prompt.
 
-    def __init__(self, message: str, *, step: int, latents: torch.Tensor | None = None) -> None:
+    `step` counts denoising steps from 1. If all steps were done: `latents` are what was decoded; `output` has all
+    frames, good and bad, and its record's `bad_clips` says which clips are bad and why. Else both are None.
+    """
+
+    def __init__(self, message: str, *, step: int) -> None:
         super().__init__(message)
         self.step = step
-        self.latents = latents
+        self.latents: torch.Tensor | None = None
+        self.output: WanPipelineOutput | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ from diffusers.utils.torch_utils import randn_tensor
 from diffusers.video_processor import VideoProcessor
 
 from visual_gen.pipelines.cpu_conv import OneDnnConv3d
-from visual_gen.pipelines.errors import GenerationError
 
 # Half of an 8-bit level on the decoder's scale of -1..1: a frame that varies by less is of one colour.
 _ONE_COLOUR_RANGE = 1 / 255
@@ -37,55 +37,52 @@ def initial_latents(
 
 
 def decode(
-    vae: torch.nn.Module, latents: torch.Tensor, output_type: str, *, step: int, advance: Callable[[], None]
-) -> Any:
-    """Frames of `latents` [B, C, F, H, W]: "np" [B, F, H, W, 3] and "pt" [B, F, 3, H, W] in 0..1, "pil" image lists.
+    vae: torch.nn.Module, latents: torch.Tensor, output_type: str, *, advance: Callable[[], None]
+) -> tuple[Any, dict[int, str]]:
+    """Frames of `latents` [B, C, F, H, W]: "np" [B, F, H, W, 3] and "pt" [B, F, 3, H, W] in 0..1, "pil" image lists;
+    and, for each row whose frames are no usable video, what is wrong with them.
 
-    One video at a time, so that memory does not grow with the batch and a video's bits do not depend on it. Raises
-    GenerationError, naming `step`, if a frame is not finite or of one colour.
+    One video at a time, so that memory does not grow with the batch and a video's bits do not depend on it.
     """
     processor = VideoProcessor(vae_scale_factor=vae.config.scale_factor_spatial)
     column = (1, -1, 1, 1, 1)
     mean = torch.tensor(vae.config.latents_mean, dtype=vae.dtype, device=vae.device).view(column)
     std = torch.tensor(vae.config.latents_std, dtype=vae.dtype, device=vae.device).view(column)
-    clips = []
+    clips, faults = [], {}
     for i, row in enumerate(latents.split(1)):
         try:
             with torch.inference_mode(), OneDnnConv3d():
                 video = vae.decode(row.to(vae.device, vae.dtype) * std + mean, return_dict=False)[0]
         finally:
             vae.clear_cache()
-        _check_video(video[0], i, step, latents)
+        if fault := _fault(video[0]):
+            faults[i] = fault
+            video = torch.nan_to_num(video, posinf=1.0, neginf=-1.0)  # so that pictures can be made of it
         clips.append(processor.postprocess_video(video, output_type=output_type))
         advance()
     if output_type == "pil":
-        return [clip for batch in clips for clip in batch]
+        return [clip for batch in clips for clip in batch], faults
     if len(clips) == 1:
-        return clips[0]
-    return torch.cat(clips) if output_type == "pt" else np.concatenate(clips)
+        return clips[0], faults
+    return torch.cat(clips) if output_type == "pt" else np.concatenate(clips), faults
 
 
-def _check_video(video: torch.Tensor, row: int, step: int, latents: torch.Tensor) -> None:
-    """`video` [3, F, H, W]."""
+def _fault(video: torch.Tensor) -> str | None:
+    """What is wrong with `video` [3, F, H, W], and what may help; None if nothing is."""
     span = (video.amax(dim=(2, 3)) - video.amin(dim=(2, 3))).amax(dim=0).tolist()  # one for each frame
-    where = f"in the video of prompt {row}, decoded after denoising step {step}"
-    rest = "The latents are in this error's `latents`; output_type='latent' returns them undecoded"
-    broken = [frame for frame, value in enumerate(span) if value != value or value == float("inf")]
+    broken = [frame for frame, value in enumerate(span) if not math.isfinite(value)]
     if broken:
-        raise GenerationError(
-            f"frame(s) {_listed(broken)} {where} hold NaN or infinity: the VAE runs in {video.dtype}, try "
-            f"vae_dtype=torch.float32. {rest}",
-            step=step,
-            latents=latents.clone(),  # out of inference mode, for any use
+        return (
+            f"frame(s) {_listed(broken)} of {len(span)} hold NaN or infinity: the VAE runs in "
+            f"{str(video.dtype).removeprefix('torch.')}, try dtype float32"
         )
     flat = [frame for frame, value in enumerate(span) if value < _ONE_COLOUR_RANGE]
     if flat:
-        raise GenerationError(
-            f"frame(s) {_listed(flat)} of {len(span)} {where} are of one colour: no usable video. Try more steps, "
-            f"another seed or guidance_scale, or another dtype. {rest}",
-            step=step,
-            latents=latents.clone(),  # out of inference mode, for any use
+        return (
+            f"frame(s) {_listed(flat)} of {len(span)} are of one colour: try more steps, another seed or "
+            "guidance_scale, or another dtype"
         )
+    return None
 
 
 def _listed(frames: list[int]) -> str:

@@ -1,7 +1,7 @@
 """What a checkpoint was trained for, from its `recommended.json`, and warnings where a call leaves it.
 
-All keys are optional: sizes, a list of [height, width]; num_frames, a list; max_sequence_length, [lowest, highest];
-num_inference_steps, guidance_scale and flow_shift, one number each, for people and programs that look for settings.
+All keys are optional: label, what kind of checkpoint it is, in a few words, for people; sizes, a list of [height,
+width]; num_frames, a list; max_sequence_length, [lowest, highest].
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ftfy
 import torch
+
+from visual_gen.runtime.prompts import clean_prompt
 
 # A warning lists at most this many words.
 _MAX_LISTED_WORDS = 12
@@ -22,6 +22,9 @@ class TextRows:
     hidden: torch.Tensor
     lens: list[int]
 
+    def __getitem__(self, rows: slice) -> TextRows:
+        return TextRows(self.hidden[rows], self.lens[rows])
+
 
 @dataclass(frozen=True)
 class TokenizedText:
@@ -31,12 +34,6 @@ class TokenizedText:
     ids: list[int]
     cut: str
     unknown: list[str]
-
-
-def clean_prompt(text: str) -> str:
-    """Mend broken Unicode, resolve HTML entities (doubly escaped ones too) and reduce white space to single blanks,
-    as Wan's training captions were."""
-    return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
 
 
 def tokenize(tokenizer: Any, text: str, max_sequence_length: int) -> TokenizedText:
@@ -64,6 +61,12 @@ def tokenize(tokenizer: Any, text: str, max_sequence_length: int) -> TokenizedTe
     unknown = dict.fromkeys(text[slice(*spans[i])].strip() for i in kept if ids[i] == tokenizer.unk_token_id)
     gone = set(dropped)
     return TokenizedText([token for i, token in enumerate(ids) if i not in gone], cut, list(unknown))
+
+
+def tokenize_all(tokenizer: Any, texts: Sequence[str], max_sequence_length: int) -> list[TokenizedText]:
+    """`tokenize` of each text; equal ones once."""
+    found = {text: tokenize(tokenizer, text, max_sequence_length) for text in dict.fromkeys(texts)}
+    return [found[text] for text in texts]
 
 
 def _from_word_start(text: str, position: int) -> str:
@@ -95,15 +98,18 @@ def text_warnings(what: str, tokens: TokenizedText, max_sequence_length: int) ->
 def encode(
     text_encoder: torch.nn.Module, rows: Sequence[TokenizedText], max_sequence_length: int, dtype: torch.dtype
 ) -> TextRows:
-    """Hidden states of each row's real tokens, in `dtype`.
+    """Hidden states of each row's real tokens, in `dtype`. Rows of the same tokens are encoded once.
 
-    Every row is encoded alone and without padding: a padded token changes no real one (the encoder masks it), so the
+    Every text is encoded alone and without padding: a padded token changes no real one (the encoder masks it), so the
     padding would only be computed to be zeroed, and a row's values do not depend on the other rows.
     """
     device = text_encoder.device
     width = text_encoder.config.d_model
     hidden = torch.zeros(len(rows), max_sequence_length, width, dtype=dtype, device=device)
-    for row, tokens in zip(hidden, rows, strict=True):
-        ids = torch.tensor([tokens.ids], device=device)
-        row[: len(tokens.ids)] = text_encoder(ids, torch.ones_like(ids)).last_hidden_state[0]
+    rows_of: dict[tuple[int, ...], list[int]] = {}
+    for row, tokens in enumerate(rows):
+        rows_of.setdefault(tuple(tokens.ids), []).append(row)
+    for text, places in rows_of.items():
+        ids = torch.tensor([text], device=device)
+        hidden[places, : len(text)] = text_encoder(ids, torch.ones_like(ids)).last_hidden_state.to(dtype)
     return TextRows(hidden, [len(tokens.ids) for tokens in rows])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,21 @@ import torch
 
 from visual_gen.checkpoint import resolve_folder
 from visual_gen.config import AttentionConfig
-from visual_gen.pipelines.components import Components, check_model_index, load_components
+from visual_gen.models.wan.geometry import Geometry
+from visual_gen.pipelines.components import Components, load_components
 from visual_gen.pipelines.denoise import GuidedModel, denoise
+from visual_gen.pipelines.errors import GenerationError
 from visual_gen.pipelines.latents import decode, initial_latents
+from visual_gen.pipelines.opening import open_pipeline
 from visual_gen.pipelines.progress import StageProgress
 from visual_gen.pipelines.recommended import read_recommended, recommended_warnings
-from visual_gen.pipelines.request import Geometry, Request, check_generators, check_request
-from visual_gen.pipelines.schedulers import SCHEDULER_NAMES, check_flow_shift, make_scheduler
-from visual_gen.pipelines.text import TextRows, encode, text_warnings, tokenize
+from visual_gen.pipelines.request import Request, check_generators, check_request
+from visual_gen.pipelines.schedulers import SCHEDULER_NAMES
+from visual_gen.pipelines.text import TextRows, encode, text_warnings, tokenize_all
 from visual_gen.runtime.record import RunClock, RunRecord
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COUNTERS = ("hits", "builds", "device_copies")
 
 
@@ -59,13 +61,18 @@ class WanPipeline:
         self.attention = attention
         self.recommended = read_recommended(folder)
         self._load_seconds = load_seconds
-        self.geometry = Geometry(
-            spatial_scale=self.vae.config.scale_factor_spatial,
-            temporal_scale=self.vae.config.scale_factor_temporal,
-            patch_size=tuple(self.transformer.config.patch_size),
-            channels=self.transformer.config.in_channels,
-            max_positions=self.transformer.config.rope_max_seq_len,
-        )
+        self.geometry = Geometry.from_folder(folder)
+
+    @staticmethod
+    def check(folder_or_id: str | Path, settings: Mapping[str, Any], call: Mapping[str, Any]) -> None:
+        """Raise the ValueError that `from_pretrained(folder_or_id, **settings)` or then a call with the arguments
+        `call` would raise, without reading or fetching weights. A damaged weight file is not seen.
+
+        Of `call`, all that describes the request is needed (prompt, sizes, …); output_type may be left out.
+        """
+        opened = open_pipeline(folder_or_id, **settings)
+        request = check_request(opened.geometry, **({"output_type": "np", "callback_on_step_end": None} | dict(call)))
+        tokenize_all(opened.tokenizer, (*request.prompts, *request.negative_prompts), request.max_sequence_length)
 
     @classmethod
     def from_pretrained(
@@ -83,35 +90,39 @@ class WanPipeline:
         """Load "wan-shapes", a diffusers-format folder, or a Hugging Face Hub id, to `dtype` on `device`.
 
         attention: backend per role and cross mode. scheduler: None (the folder's), "unipc" or "euler". flow_shift:
-        None (the folder's) or a number above 0. vae_dtype: None means `dtype`.
+        None (the folder's) or a number above 0. vae_dtype: None means `dtype`. device: "auto" takes a GPU if one is
+        there.
 
         Raises ValueError on a bad argument; CheckpointError (a ValueError) on a folder that is missing, damaged, of
-        another pipeline, or whose parts do not fit together, before any weights are read.
+        another pipeline, or whose parts do not fit together; AttentionBackendError (a ValueError) on a backend that
+        cannot serve: all before any weights are read or fetched.
         """
         start = time.perf_counter()
-        for name, value in (("dtype", dtype), ("vae_dtype", vae_dtype or dtype)):
-            if value not in _DTYPES:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, _DTYPES))}")
-        device = _check_device(device)
-        check_flow_shift(flow_shift)
-        attention = AttentionConfig.model_validate(attention or {})
-        check_model_index(resolve_folder(folder_or_id, files=("*.json", "*/*.json")))  # before gigabytes are fetched
+        opened = open_pipeline(
+            folder_or_id,
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            scheduler=scheduler,
+            flow_shift=flow_shift,
+            vae_dtype=vae_dtype,
+        )
         folder = resolve_folder(folder_or_id)
-        made_scheduler = make_scheduler(folder / "scheduler", scheduler, flow_shift)
         with StageProgress(progress) as bars:
             components = load_components(
                 folder,
-                dtype=dtype,
-                vae_dtype=vae_dtype or dtype,
-                device=device,
-                attention=attention,
-                part=bars.stage("load", total=4).part,
+                opened.tokenizer,
+                dtype=opened.dtype,
+                vae_dtype=opened.vae_dtype,
+                device=opened.device,
+                attention=opened.attention,
+                part=bars.stage("load", total=3).part,
             )
         return cls(
             components,
-            made_scheduler,
+            opened.scheduler,
             folder=folder,
-            attention=attention,
+            attention=opened.attention,
             load_seconds=time.perf_counter() - start,
         )
 
@@ -148,8 +159,8 @@ class WanPipeline:
         "sequential" runs two, for less memory. callback_on_step_end(pipe, step_index, timestep, {"latents": …}) may
         return {"latents": …} to go on with. progress: bars on stderr.
 
-        Raises ValueError on a bad argument, before any work; GenerationError, naming the step, if latents or frames
-        are not finite or a frame is of one colour.
+        Raises ValueError on a bad argument, before any work; GenerationError if latents are not finite, naming the
+        step, or if a clip's frames are not finite or of one colour: all clips, the good ones too, are in that error.
         """
         request = check_request(
             self.geometry, prompt=prompt, negative_prompt=negative_prompt, height=height, width=width,
@@ -158,9 +169,10 @@ class WanPipeline:
             callback_on_step_end=callback_on_step_end,
         )  # fmt: skip
         check_generators(generator, len(request.prompts), self.device)
+        batch = len(request.prompts)
+        texts = (*request.prompts, *request.negative_prompts)
+        rows = tokenize_all(self.tokenizer, texts, max_sequence_length)
         noise = initial_latents(request.latent_shape, generator, latents, self.device)
-        rows = [tokenize(self.tokenizer, text, max_sequence_length) for text in request.prompts]
-        negative_rows = [tokenize(self.tokenizer, text, max_sequence_length) for text in request.negative_prompts]
 
         record = self._new_record(request)
         record.settings = {
@@ -173,8 +185,8 @@ class WanPipeline:
         )  # fmt: skip
         one_for_all = isinstance(negative_prompt, str)
         for what, tokens in (
-            *_named("prompt", rows),
-            *_named("negative prompt", negative_rows[:1] if one_for_all else negative_rows),
+            *_named("prompt", rows[:batch]),
+            *_named("negative prompt", rows[batch : batch + 1] if one_for_all else rows[batch:]),
         ):
             record.warnings += text_warnings(what, tokens, max_sequence_length)
         if negative_prompt and not request.guided:
@@ -191,20 +203,22 @@ class WanPipeline:
         with StageProgress(progress) as bars:
             with clock.stage("text"):
                 bar = bars.stage("text", total=1)
-                text = encode(self.text_encoder, rows, max_sequence_length, self.dtype)
-                negative = None
-                if request.guided:
-                    negative = encode(self.text_encoder, negative_rows, max_sequence_length, self.dtype)
-                record.prompt_tokens = text.lens
-                record.negative_prompt_tokens = negative.lens if negative is not None else []
+                # All in one call, so that a text is encoded once wherever it stands.
+                encoded = encode(self.text_encoder, rows, max_sequence_length, self.dtype)
+                text, negative = encoded[:batch], encoded[batch:] if request.guided else None
+                record.prompt_tokens, record.negative_prompt_tokens = encoded.lens[:batch], encoded.lens[batch:]
                 bar.advance()
             with clock.stage("denoise"):
                 final = self._denoise(request, text, negative, noise, clock, bars, record, callback_on_step_end)
             record.metadata = {name: count - before[name] for name, count in self._counters().items()}
             with clock.stage("decode"):
-                frames = self._decode(request, final, bars)
+                frames, record.bad_clips = self._decode(request, final, bars)
         clock.finish(record)
-        return WanPipelineOutput(frames, record)
+        self._load_seconds = 0.0  # the first call's record has them
+        output = WanPipelineOutput(frames, record)
+        if record.bad_clips:
+            raise _bad_clips_error(output, final)
+        return output
 
     def _denoise(
         self,
@@ -240,11 +254,11 @@ class WanPipeline:
         record.timesteps = [float(timestep) for timestep in self.scheduler.timesteps.tolist()]
         return final
 
-    def _decode(self, request: Request, latents: torch.Tensor, bars: StageProgress) -> Any:
+    def _decode(self, request: Request, latents: torch.Tensor, bars: StageProgress) -> tuple[Any, dict[int, str]]:
         if request.output_type == "latent":
-            return latents.clone()  # out of inference mode, so that the caller may do anything with it
+            return latents.clone(), {}  # out of inference mode, so that the caller may do anything with it
         advance = bars.stage("decode", total=len(request.prompts)).advance
-        return decode(self.vae, latents, request.output_type, step=len(self.scheduler.timesteps), advance=advance)
+        return decode(self.vae, latents, request.output_type, advance=advance)
 
     def _new_record(self, request: Request) -> RunRecord:
         record = RunRecord(
@@ -255,6 +269,7 @@ class WanPipeline:
             cross_kv=self.attention.cross_kv,
             latent_shape=request.latent_shape,
             checkpoint=str(self.folder),
+            checkpoint_label=str(self.recommended.get("label", "")),
             device=str(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
             scheduler=_scheduler_name(self.scheduler),
@@ -279,18 +294,12 @@ def _named(what: str, rows: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(what if len(rows) == 1 else f"{what} {i}", tokens) for i, tokens in enumerate(rows)]
 
 
-def _check_device(device: str | torch.device) -> torch.device:
-    """Raises ValueError on a device that is no CPU and no CUDA GPU of this machine."""
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device is {device!r}; it must be 'cpu', 'cuda' or 'cuda:N'") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {str(device)!r}; it must be 'cpu', 'cuda' or 'cuda:N'")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ValueError(
-                f"device is {str(device)!r}; torch {torch.__version__} sees {count} CUDA device(s): use 'cpu'"
-            )
-    return device
+def _bad_clips_error(output: WanPipelineOutput, latents: torch.Tensor) -> GenerationError:
+    bad, steps = output.record.bad_clips, len(output.record.timesteps)
+    faults = "; ".join(f"prompt {row}: {fault}" for row, fault in bad.items())
+    error = GenerationError(
+        f"{len(bad)} of {latents.shape[0]} clip(s), decoded after step {steps}, are no usable video. {faults}",
+        step=steps,
+    )
+    error.output, error.latents = output, latents.clone()  # out of inference mode, for any use
+    return error

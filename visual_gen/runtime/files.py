@@ -1,4 +1,4 @@
-"""Output files that are whole or absent: written under a temporary name in their folder, renamed when done."""
+"""Output files: where they go, and that they are whole or absent, written under a temporary name and renamed."""
 
 from __future__ import annotations
 
@@ -37,3 +37,9 @@ def check_writable(path: str | Path) -> None:
             pass
     except OSError as error:
         raise type(error)(f"cannot write {path} ({error.strerror}); name another output") from error
+
+
+def report_paths(video: str | Path) -> tuple[Path, Path]:
+    """Where the JSON file and the page of a video lie: clip.mp4 has clip.report.json and clip.report.html."""
+    video = Path(video)
+    return video.with_name(f"{video.stem}.report.json"), video.with_name(f"{video.stem}.report.html")

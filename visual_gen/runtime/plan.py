@@ -9,36 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, read_json, resolve_folder
-from visual_gen.config import ConfigError, RunConfig
-from visual_gen.models.wan import WAN_PRESETS, WanConfig, WanTransformer
-from visual_gen.pipelines.request import Geometry
+from visual_gen.config import CROSS_KV_MODES, ConfigError, RunConfig
+from visual_gen.models.wan import WAN_PRESETS, WanTransformer
 from visual_gen.runtime.costs import activation_bytes, flops, image_kv_bytes, text_kv_bytes
+from visual_gen.runtime.model import Model, find_model
+from visual_gen.runtime.prompts import clean_prompt
 
-CROSS_KV_MODES = ("padded", "packed", "packed_pad_exact")
 TOKENS_PER_WORD = 1.3  # of an English prompt with UMT5's tokenizer, roughly; only where there is no tokenizer to ask
 
 
 @dataclass(frozen=True)
-class _Model:
-    """A checkpoint as far as a plan needs it."""
-
-    source: str
-    transformer: WanConfig
-    spatial_scale: int = 8
-    temporal_scale: int = 4
-    num_experts: int = 1
-    timestep_per_token: bool = False
-    tokenizer_file: Path | None = None
-
-
-@dataclass(frozen=True)
 class Plan:
-    """Counts of one run. Bytes and FLOPs are of the transformer; `notes` say what is not in them.
+    """Counts of one run. FLOPs are of the transformer; `notes` say what is not counted.
 
     flops_per_step: multiplications and additions, 2 for each multiply-add, of all forwards of one denoising step.
     text_kv_bytes: keys and values of the text in all layers and rows, for each cross mode.
-    memory_bytes: expected peak of a denoising step on the device: weights, text_kv, activations, and their total.
+    memory_bytes: expected peak of a denoising step on the device: weights (the transformer's), text_encoder and vae
+    (weights that the pipeline keeps there), text_kv, activations, and their total.
     """
 
     source: str
@@ -70,13 +57,16 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None) -> Plan:
 
     text_lens: text tokens of each prompt and, under guidance, of the negative prompt at the end; None counts them with
     the checkpoint's tokenizer, or guesses from the words where there is none. Raises ValueError on sizes that the model
-    does not divide, on lengths that do not fit, and if neither a local folder nor a preset says what the model is.
+    does not divide, on lengths that do not fit, if neither a local folder nor a preset says what the model is, and if
+    they contradict each other.
     """
-    model = _find_model(config)
-    wan, generation = model.transformer, config.generation
-    geometry = Geometry(
-        model.spatial_scale, model.temporal_scale, wan.patch_size, wan.out_channels, wan.rope_max_seq_len
-    )
+    model = find_model(config)
+    if model is None:
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: there is no such folder here, and no model.preset says what it would "
+            f"hold; give a local folder, or a preset ({', '.join(WAN_PRESETS)})"
+        )
+    wan, generation, geometry = model.transformer, config.generation, model.geometry
     batch = max(1, len(generation.prompts))
     latent_shape = geometry.latent_shape(batch, generation.num_frames, generation.height, generation.width)
     tokens = math.prod(size // patch for size, patch in zip(latent_shape[2:], wan.patch_size, strict=True))
@@ -88,7 +78,7 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None) -> Plan:
     weights = WanTransformer(
         wan,
         # Nothing runs here, so what other backends would say on this machine does not matter.
-        attention={"self": "sdpa", "cross_text": "sdpa", "cross_image": "sdpa"},
+        attention=dict.fromkeys(["self", "cross_text"] + ["cross_image"] * (wan.image_dim is not None), "sdpa"),
         dtype=config.torch_dtype(),
         init_weights=False,
     )
@@ -96,8 +86,10 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None) -> Plan:
     text_kv = {mode: text_kv_bytes(wan, mode, lens, generation.max_sequence_length, config) for mode in CROSS_KV_MODES}
     text_kv_now = text_kv[config.attention.cross_kv] + image_kv_bytes(wan, len(lens), config)
     activations = activation_bytes(wan, rows, tokens, config.torch_dtype(), model.timestep_per_token)
+    parts = {"text_encoder": model.text_encoder, "vae": model.vae}
     memory = {
         "weights": model.num_experts * weight_bytes,
+        **{name: size.num_bytes(config.torch_dtype()) for name, size in parts.items() if size is not None},
         "text_kv": text_kv_now * model.num_experts,
         "activations": activations,
     }
@@ -120,47 +112,12 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None) -> Plan:
         flops_per_step=flops(wan, tokens, lens, generation.max_sequence_length, config, model.timestep_per_token),
         text_kv_bytes=text_kv,
         memory_bytes=memory | {"total": sum(memory.values())},
-        notes=_notes(model, config),
-    )
-
-
-def _find_model(config: RunConfig) -> _Model:
-    path, preset = config.model.path, config.model.preset
-    if path in PACKAGED_CHECKPOINTS or Path(path).expanduser().is_dir():
-        return _from_folder(resolve_folder(path))
-    if preset is None:
-        raise ConfigError(
-            f"model.path = {path!r}: there is no such folder here, and no model.preset says what it would hold; give a "
-            f"local folder, or a preset ({', '.join(WAN_PRESETS)})"
-        )
-    if preset not in WAN_PRESETS:
-        raise ConfigError(f"model.preset = {preset!r}: wants one of {', '.join(WAN_PRESETS)}")
-    return _Model(
-        source=f"preset {preset}",
-        transformer=WAN_PRESETS[preset],
-        spatial_scale=16 if preset == "wan2.2-ti2v-5b" else 8,
-        num_experts=2 if preset.endswith("-a14b") else 1,
-        timestep_per_token=preset == "wan2.2-ti2v-5b",
-    )
-
-
-def _from_folder(folder: Path) -> _Model:
-    vae = read_json(folder / "vae" / "config.json")
-    index = read_json(folder / "model_index.json")
-    tokenizer = folder / "tokenizer" / "tokenizer.json"
-    return _Model(
-        source=f"folder {folder}",
-        transformer=WanConfig.from_folder(folder / "transformer"),
-        spatial_scale=vae.get("scale_factor_spatial") or 8,
-        temporal_scale=vae.get("scale_factor_temporal") or 4,
-        num_experts=2 if (folder / "transformer_2").is_dir() else 1,
-        timestep_per_token=bool(index.get("expand_timesteps")),
-        tokenizer_file=tokenizer if tokenizer.is_file() else None,
+        notes=_notes(model),
     )
 
 
 def _text_lens(
-    config: RunConfig, model: _Model, given: Sequence[int] | None, batch: int, *, guided: bool
+    config: RunConfig, model: Model, given: Sequence[int] | None, batch: int, *, guided: bool
 ) -> tuple[tuple[int, ...], str]:
     """Text tokens of every row of a step, and where they come from."""
     generation, longest = config.generation, config.generation.max_sequence_length
@@ -187,21 +144,24 @@ def _text_lens(
 def _count_tokens(file: Path, texts: Sequence[str]) -> list[int]:
     from tokenizers import Tokenizer
 
-    from visual_gen.pipelines.text import clean_prompt
-
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return [len(tokenizer.encode(clean_prompt(text)).ids) for text in texts]
 
 
-def _notes(model: _Model, config: RunConfig) -> tuple[str, ...]:
-    notes = ["Text encoder and VAE are not counted, neither in memory nor in FLOPs."]
+def _notes(model: Model) -> tuple[str, ...]:
+    notes = [
+        "Not counted: the FLOPs of text encoder and VAE, and what the VAE holds while it decodes, after the steps."
+    ]
+    unknown = [name for name, size in (("text encoder", model.text_encoder), ("VAE", model.vae)) if size is None]
+    if unknown:
+        notes.append(f"Not counted: the weights of {' and '.join(unknown)}, whose files are not in the folder, whole.")
+    if model.transformer.image_dim is not None:
+        notes.append("Not counted: the image encoder.")
     if model.num_experts > 1:
         notes.append(
             f"{model.num_experts} transformers of this size, of which one runs in each step; all are taken to stay in "
             "memory."
         )
-    if config.model.preset and model.source.startswith("folder"):
-        notes.append(f"The geometry is the folder's; model.preset {config.model.preset} was not needed.")
     return tuple(notes)

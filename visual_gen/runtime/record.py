@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +10,8 @@ from typing import Any
 
 import torch
 
+from visual_gen.runtime.machine import peak_rss_bytes
+
 STAGES = ("load", "text", "denoise", "decode", "write")
 
 
@@ -19,11 +19,13 @@ STAGES = ("load", "text", "denoise", "decode", "write")
 class RunRecord:
     """One run of a pipeline, for its report.
 
-    stage_seconds: seconds of each of STAGES; "load" is the pipeline's own loading, "write" belongs to whoever writes.
+    stage_seconds: seconds of each of STAGES; "load" is the pipeline's own loading, in the record of its first call
+    alone; "write" belongs to whoever writes.
     step_seconds: one number per denoising step. Device events on CUDA, the host's clock elsewhere.
     peak_memory_bytes: "cuda", the most that torch had allocated during the run; "rss", the process's peak until now.
     attention: role -> {"backend", "why"}. metadata: the layout counters' growth during this run.
-    prompt_tokens, negative_prompt_tokens: real tokens of each row, the end token included.
+    checkpoint_label: what the checkpoint calls itself in recommended.json. bad_clips: of which clips decode made no
+    usable video, and why. prompt_tokens, negative_prompt_tokens: real tokens of each row, the end token included.
     """
 
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -40,6 +42,8 @@ class RunRecord:
     transformer_forwards: int = 0
     latent_shape: tuple[int, ...] = ()
     checkpoint: str = ""
+    checkpoint_label: str = ""
+    bad_clips: dict[int, str] = field(default_factory=dict)
     device: str = ""
     dtype: str = ""
     scheduler: str = ""
@@ -93,5 +97,4 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
     """(bytes, "cuda" or "rss"): torch's allocation peak on a CUDA device, else the process's peak resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "cuda"
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes, "rss"
+    return peak_rss_bytes(), "rss"

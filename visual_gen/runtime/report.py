@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import io
 import json
-import os
 import platform
 from collections.abc import Sequence
 from datetime import datetime
@@ -19,9 +18,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from visual_gen.config import RunConfig
+from visual_gen.config import CrossKVMode, RunConfig
 from visual_gen.runtime import plots
-from visual_gen.runtime.files import written_whole
+from visual_gen.runtime.files import report_paths, written_whole
+from visual_gen.runtime.machine import machine
 from visual_gen.runtime.record import RunRecord
 from visual_gen.runtime.units import format_bytes, format_seconds
 from visual_gen.runtime.versions import installed_versions
@@ -37,7 +37,7 @@ PACKAGES = (
     "flash-attn-4",
     "nvidia-cutlass-dsl",
 )
-CROSS_KV_NOTES = {
+CROSS_KV_NOTES: dict[CrossKVMode, str] = {
     "padded": "text padding attended to, as Wan was trained",
     "packed": "text padding dropped: not the video Wan was trained to give",
     "packed_pad_exact": "text padding dropped and its effect put back: the padded result to rounding",
@@ -45,18 +45,13 @@ CROSS_KV_NOTES = {
 THUMBNAIL_HEIGHT = 144
 
 
-def report_paths(video: str | Path) -> tuple[Path, Path]:
-    """Where the JSON file and the page of a video lie: clip.mp4 has clip.report.json and clip.report.html."""
-    video = Path(video)
-    return video.with_name(f"{video.stem}.report.json"), video.with_name(f"{video.stem}.report.html")
-
-
 def write_report(
-    video: str | Path, config: RunConfig, record: RunRecord, frames: Sequence[np.ndarray], files: Sequence[Path]
+    video: str | Path, config: RunConfig, record: RunRecord, frames: Sequence[np.ndarray], files: Sequence[Path | None]
 ) -> tuple[Path, Path]:
     """Write both files beside `video` and return their paths.
 
-    frames: one clip [F, H, W, 3] in 0..1 for each prompt. files: the video file of each.
+    frames: one clip [F, H, W, 3] in 0..1 for each prompt. files: the video file of each; None where none was written,
+    because the clip is one of `record.bad_clips`.
     """
     json_path, html_path = report_paths(video)
     report = build_report(config, record, files)
@@ -68,17 +63,20 @@ def write_report(
     return json_path, html_path
 
 
-def build_report(config: RunConfig, record: RunRecord, files: Sequence[Path]) -> dict[str, Any]:
+def build_report(config: RunConfig, record: RunRecord, files: Sequence[Path | None]) -> dict[str, Any]:
     """The content of the JSON file. Times are in seconds, sizes in bytes."""
     generation = config.generation
     clips = [
-        {"prompt": prompt, "seed": seed, "file": Path(file).name}
+        {"prompt": prompt, "seed": seed, "file": Path(file).name if file else None}
         for prompt, seed, file in zip(generation.prompts, generation.seeds, files, strict=True)
     ]
     for clip, tokens in zip(clips, record.prompt_tokens, strict=False):
         clip["prompt_tokens"] = tokens
+    for row, fault in record.bad_clips.items():
+        clips[row]["fault"] = fault
     return {
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "checkpoint_label": record.checkpoint_label,
         "clips": clips,
         "settings": config.model_dump(mode="json"),
         "run": {
@@ -113,29 +111,9 @@ _ELSEWHERE = {
     "metadata",
     "prompt_tokens",
     "settings",
+    "bad_clips",
+    "checkpoint_label",
 }
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the run computed on."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return {
-            "processor": properties.name,
-            "compute_capability": f"{properties.major}.{properties.minor}",
-            "memory_bytes": properties.total_memory,
-            "cuda": torch.version.cuda,
-        }
-    return {"processor": _cpu_name(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()}
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def render_html(report: dict[str, Any], strips: Sequence[bytes]) -> str:

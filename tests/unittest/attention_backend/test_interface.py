@@ -75,8 +75,12 @@ def test_the_output_is_a_tensor_like_q_whatever_the_kernel_returns(form):
 def test_an_output_of_another_shape_is_an_error():
     backend = Stub(SPEC)
     backend.result = lambda q: q.transpose(1, 2)
-    with pytest.raises(RuntimeError, match=r"stub returned shape \(2, 2, 4, 16\) for q of shape \(2, 4, 2, 16\)"):
+    with pytest.raises(RuntimeError, match=r"stub returned torch.float32 \(2, 2, 4, 16\) for q of torch.float32 \(2, 4, 2, 16\)"):
         backend.forward(*tensors())
+    for bad, found in ((None, "None"), ((), "None"), (torch.zeros(2, 4, 2, 16).double(), "torch.float64")):
+        backend.result = lambda q, bad=bad: bad
+        with pytest.raises(RuntimeError, match=f"stub returned {found}"):
+            backend.forward(*tensors())
 
 
 def test_out_of_memory_goes_up_and_the_backend_is_used_again():
@@ -170,6 +174,7 @@ LONG = torch.tensor([3, 6])
         ({}, PagedKV(TABLE.long(), LENS, 6, 12), "block_table is torch.int64"),
         ({}, PagedKV(TABLE, LENS, 6, 12, max_block_id=2), "the block table names block 2 of a pool of 2 blocks"),
         ({}, PaddedKV(LENS, 6, (-1, 3)), r"kv_lens is \(-1, 3\); expected 2 lengths between 0 and 6"),
+        ({}, PaddedKV(LENS, 6, (3, 7)), r"kv_lens is \(3, 7\); expected 2 lengths between 0 and 6"),
         ({}, {"seqused_kv": LENS}, "metadata is a dict; it must be PaddedKV, PackedKV, PagedKV or None"),
     ],
 )
@@ -231,7 +236,12 @@ def test_construction_lists_every_reason():
         ({"role": "cross"}, "role is 'cross'; it must be one of self, cross_text, cross_image"),
         ({"num_heads": 0}, "num_heads is 0"),
         ({"head_dim": -8}, "head_dim is -8"),
-        ({"num_kv_heads": 0}, "num_kv_heads 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0"),
+        ({"num_heads": "2"}, "num_heads is '2'"),
+        ({"num_heads": True}, "num_heads is True"),
+        ({"softmax_scale": 0.0}, "softmax_scale is 0.0; it must be finite and above 0"),
+        ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
+        ({"softmax_scale": "1"}, "softmax_scale is '1'"),
         ({"needs": {"alibi"}}, r"needs has \['alibi'\]; known needs are"),
     ],
 )

@@ -1,3 +1,4 @@
+import errno
 import json
 import subprocess
 import sys
@@ -10,8 +11,9 @@ import torch
 
 import visual_gen.pipelines
 from visual_gen.cli import main
-from visual_gen.commands.generate import NOT_YET
+from visual_gen.config import load_config
 from visual_gen.models.wan import WAN_PRESETS
+from visual_gen.runtime.model import find_model, missing_to_generate
 from visual_gen.runtime.record import RunRecord
 from visual_gen.version import __version__
 
@@ -24,6 +26,13 @@ class StubPipeline:
 
     loaded: dict
     called: dict
+    bad_clips: dict[int, str] = {}
+    recommended = {"label": "experimental: only shapes"}
+    transformer = SimpleNamespace(attention_choices={"self": SimpleNamespace(name="sdpa", why="auto, " + 99 * "long ")})
+
+    @staticmethod
+    def check(path, settings, call):
+        pass
 
     @classmethod
     def from_pretrained(cls, path, **settings):
@@ -34,8 +43,13 @@ class StubPipeline:
         type(self).called = settings
         shape = (len(settings["prompt"]), settings["num_frames"], settings["height"], settings["width"], 3)
         frames = np.random.default_rng(0).random(shape, dtype=np.float32)
-        record = RunRecord(prompt_tokens=[3] * shape[0], step_seconds=[0.1], device="cpu")
-        return SimpleNamespace(frames=frames, record=record)
+        record = RunRecord(prompt_tokens=[3] * shape[0], step_seconds=[0.1], device="cpu", bad_clips=self.bad_clips)
+        output = SimpleNamespace(frames=frames, record=record)
+        if self.bad_clips:
+            error = visual_gen.pipelines.GenerationError(f"clips {self.bad_clips}", step=3)
+            error.output = output
+            raise error
+        return output
 
 
 @pytest.fixture
@@ -173,6 +187,11 @@ def test_an_existing_output_is_replaced(generate, tmp_path):
         (["--seed", "-1"], "--seed: generation.seed = -1: wants 0 or more"),
         (["--output", "out.avi"], "output.path = 'out.avi': wants a name that ends in .mp4"),
         (["--output", "/proc/none/out.mp4"], "cannot write /proc/none/out.mp4"),
+        (["--set", "generation.fps=0.5"], "generation.fps = 0.5: wants 1 or more"),
+        (["--set", "generation.fps=241"], "generation.fps = 241: wants 240 or less"),
+        (["--set", "model.preset=wan2.1-t2v-14"], "did you mean 'wan2.1-t2v-14b'?"),
+        (["--set", "model.preset=wan2.2-ti2v-5b"], "num_layers 30 against 8 in the folder"),
+        (["--set", "model.path=nowhere", "--set", "model.preset=wan2.2-ti2v-5b"], "its own timestep is not written"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2_before_anything_loads(generate, stub, capsys, arguments, said):
@@ -183,6 +202,89 @@ def test_bad_input_is_one_line_and_exit_code_2_before_anything_loads(generate, s
     assert said in err
     assert len(err.splitlines()) == 1
     assert stub.loaded is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("generation.height=90", "height is 90; it must be a multiple of 16"),
+        ("generation.num_frames=6", "num_frames is 6"),
+        ("attention.self=FA9", "no attention backend 'FA9'"),
+        ("attention.cross_text=flash_attn4", "backend 'flash_attn4' cannot serve cross_text"),
+        ("attention.cross_image=sdpa", "this model has no image inputs"),
+        ("device=cuda:77", "device is 'cuda:77'"),
+        ("model.path=nowhere", "checkpoint folder 'nowhere' not found"),
+    ],
+)
+def test_what_the_model_cannot_serve_is_bad_input_before_any_weights(tmp_path, monkeypatch, capsys, setting, said):
+    monkeypatch.setattr("visual_gen.checkpoint.WeightFiles.open", lambda *_, **__: pytest.fail("weights were opened"))
+    output = ["--output", str(tmp_path / "a.mp4"), "--set", "device=cpu"]
+    assert main(["generate", "--config", SHAPES, "--prompt", "a", *output, "--set", setting]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_text_length_below_the_special_tokens_is_bad_input_before_any_weights(tmp_path, monkeypatch, capsys):
+    from visual_gen.pipelines import opening
+
+    def two_end_tokens(*_, load=opening.load_tokenizer):
+        tokenizer = load(*_)
+        return lambda text, **settings: {key: value + value[-1:] for key, value in tokenizer(text, **settings).items()}
+
+    monkeypatch.setattr(opening, "load_tokenizer", two_end_tokens)
+    monkeypatch.setattr("visual_gen.checkpoint.WeightFiles.open", lambda *_, **__: pytest.fail("weights were opened"))
+    short = ["--set", "generation.max_sequence_length=1", "--output", str(tmp_path / "a.mp4")]
+    assert main(["generate", "--config", SHAPES, "--prompt", "a", *short]) == 2
+    assert "special tokens alone take 2" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_bad_input_before_anything_loads(generate, stub, tmp_path, capsys):
+    stub.loaded = None
+    (tmp_path / "out.report.html").mkdir()
+    assert generate() == 2
+    assert "out.report.html: is a folder, not a file" in capsys.readouterr().err
+    assert stub.loaded is None
+    assert generate("--set", "output.report=false") == 0
+
+
+def test_the_good_clips_of_a_run_are_written_and_the_bad_ones_named(generate, stub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(stub, "bad_clips", {1: "frame(s) 2 of 5 are of one colour"})
+    assert generate("--prompt", "a", "--prompt", "b", "--prompt", "c") == 1
+    assert names(tmp_path) == ["out-0.mp4", "out-2.mp4", "out.report.html", "out.report.json"]
+    captured = capsys.readouterr()
+    assert "GenerationError: clips {1: 'frame(s) 2 of 5 are of one colour'}" in captured.err
+    assert captured.out.splitlines() == [str(tmp_path / name) for name in
+                                         ("out-0.mp4", "out-2.mp4", "out.report.json", "out.report.html")]  # fmt: skip
+    clips = json.loads((tmp_path / "out.report.json").read_text())["clips"]
+    assert [clip["file"] for clip in clips] == ["out-0.mp4", None, "out-2.mp4"]
+    assert clips[1]["fault"] == "frame(s) 2 of 5 are of one colour"
+    assert "no video written" in (tmp_path / "out.report.html").read_text()
+
+
+def test_a_run_without_a_good_clip_writes_nothing(generate, stub, tmp_path, monkeypatch):
+    monkeypatch.setattr(stub, "bad_clips", {0: "flat"})
+    assert generate() == 1
+    assert names(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_is_a_failed_run_and_no_bad_input(generate, tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("visual_gen.runtime.video.write_video", full)
+    assert generate() == 1
+    assert "out.mp4 failed: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("report", ["true", "false"])
+def test_backends_and_the_kind_of_checkpoint_are_said_before_the_run(generate, stub, monkeypatch, capsys, report):
+    monkeypatch.setattr(stub, "__call__", lambda self, **_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert generate("--set", f"output.report={report}") == 130
+    label, backend, _ = capsys.readouterr().err.splitlines()
+    assert label == "visual-gen: wan-shapes: experimental: only shapes"
+    assert backend.startswith("visual-gen: self attention: sdpa (auto, long long")
+    assert backend.endswith(" …)") and len(backend) < 220
 
 
 def test_a_missing_prompt_or_file_is_said(stub, capsys, tmp_path):
@@ -218,7 +320,7 @@ def test_an_interrupted_run_is_exit_code_130_and_leaves_nothing(generate, stub, 
 
 
 @pytest.mark.parametrize(
-    "name", ["wan2.1_i2v_14b_480p", "wan2.1_i2v_14b_720p", "wan2.2_t2v_a14b", "wan2.2_ti2v_5b"]
+    "name", ["wan2.1_i2v_14b_480p", "wan2.1_i2v_14b_720p", "wan2.2_t2v_a14b", "wan2.2_i2v_a14b", "wan2.2_ti2v_5b"]
 )
 def test_models_that_cannot_generate_yet_say_what_is_missing(stub, capsys, tmp_path, name):
     stub.loaded = None
@@ -230,7 +332,13 @@ def test_models_that_cannot_generate_yet_say_what_is_missing(stub, capsys, tmp_p
 
 
 def test_every_preset_either_generates_or_says_what_is_missing():
-    assert set(WAN_PRESETS) - NOT_YET.keys() == {"wan2.1-t2v-1.3b", "wan2.1-t2v-14b"}
+    def missing(preset):
+        return missing_to_generate(find_model(load_config(SHAPES, ["model.path=nowhere", f"model.preset={preset}"])))
+
+    found = {preset: missing(preset) for preset in WAN_PRESETS}
+    assert {preset for preset, what in found.items() if what is None} == {"wan2.1-t2v-1.3b", "wan2.1-t2v-14b"}
+    assert "first-and-last-frame" in found["wan2.1-flf2v-14b"]
+    assert "image-to-video pipeline and the switch between" in found["wan2.2-i2v-a14b"]
 
 
 def test_a_model_that_is_not_here_is_bad_input(tmp_path, capsys):
@@ -294,6 +402,18 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, said, capsys):
     assert caught.value.code == 2
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+def test_plan_loads_neither_diffusers_nor_transformers():
+    code = (
+        "import sys\n"
+        "from visual_gen.cli import main\n"
+        f"assert main(['plan', '--config', {SHAPES!r}, '--prompt', 'a red circle', '--json']) == 0\n"
+        "print(sorted({'diffusers', 'transformers', 'matplotlib'} & sys.modules.keys()), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "[]"
 
 
 def test_help_and_version_load_no_torch():

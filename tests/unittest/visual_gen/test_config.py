@@ -67,7 +67,7 @@ def test_an_unknown_key_without_a_near_match_lists_what_there_is(load):
         ("generation.width", "true", "wants a whole number"),
         ("generation.height", "'96'", "wants a whole number"),
         ("generation.num_frames", "-17", "wants 1 or more"),
-        ("generation.fps", "0", "wants more than 0"),
+        ("generation.fps", "0", "wants 1 or more"),
         ("generation.seed", "-1", "wants 0 or more"),
         ("generation.seed", "9223372036854775808", "wants less than 9223372036854775808"),
         ("generation.flow_shift", "0", "wants more than 0"),
@@ -196,11 +196,11 @@ def test_auto_takes_cuda_only_where_it_is(load, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert load(MINIMAL).torch_device() == torch.device("cuda")
     assert load(MINIMAL, "device=cpu").torch_device() == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"device = 'cuda:1': .* sees 1 CUDA device"):
+    with pytest.raises(ConfigError, match=r"device is 'cuda:1'; .* sees 1 CUDA device"):
         load(MINIMAL, "device=cuda:1").torch_device()
 
 
 def test_cuda_that_is_absent_is_an_error_not_a_cpu_run(load, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="sees no CUDA device here; use 'cpu' or 'auto'"):
+    with pytest.raises(ConfigError, match="sees no CUDA device here: use 'cpu' or 'auto'"):
         load(MINIMAL, "device=cuda").torch_device()

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import UMT5Config, UMT5EncoderModel
 
 from visual_gen.checkpoint import PACKAGED_CHECKPOINTS
 from visual_gen.config import ConfigError, RunConfig, load_config
 from visual_gen.models.wan import WAN_PRESETS, WanConfig, WanTransformer
+from visual_gen.pipelines import WanPipeline
 from visual_gen.runtime.costs import activation_bytes, flops, text_kv_bytes
+from visual_gen.runtime.model import UMT5_XXL_ENCODER, WAN21_VAE, WAN22_VAE, PartSize
 from visual_gen.runtime.plan import plan
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -35,6 +38,7 @@ def config_of(name: str, *overrides: str) -> RunConfig:
         ("wan2.1_i2v_14b_480p", 16_394_878_784),
         ("wan2.1_i2v_14b_720p", 16_394_878_784),
         ("wan2.2_t2v_a14b", 14_288_491_584),
+        ("wan2.2_i2v_a14b", 14_288_901_184),
         ("wan2.2_ti2v_5b", 4_999_787_712),
     ],
 )
@@ -200,15 +204,63 @@ def test_a_model_that_is_nowhere_is_an_error_with_the_way_out():
         plan(config_of("wan2.1_t2v_1.3b", "model.preset=wan9"))
 
 
-def test_a_local_folder_goes_before_the_preset_and_needs_no_weights(tmp_path):
+def test_a_local_folder_decides_and_needs_no_weights(tmp_path):
     shutil.copytree(
         PACKAGED_CHECKPOINTS["wan-shapes"], tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors")
     )
     index = tmp_path / "copy" / "model_index.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"expand_timesteps": True}))
-    shapes = ["generation.height=96", "generation.width=96"]
-    found = plan(config_of("wan2.1_t2v_14b", f"model.path={tmp_path / 'copy'}", *shapes))
-    assert found.parameters == plan(config_of("wan_shapes_t2v")).parameters
-    assert any("preset wan2.1-t2v-14b was not needed" in note for note in found.notes)
-    alike = plan(config_of("wan2.1_t2v_14b", "model.path=wan-shapes", *shapes))
-    assert found.memory_bytes["activations"] > alike.memory_bytes["activations"]  # one timestep for each token
+    found = plan(config_of("wan_shapes_t2v", f"model.path={tmp_path / 'copy'}"))
+    whole = plan(config_of("wan_shapes_t2v"))
+    assert found.parameters == whole.parameters
+    assert found.memory_bytes["activations"] > whole.memory_bytes["activations"]  # one timestep for each token
+    assert "text_encoder" not in found.memory_bytes
+    assert any("the weights of text encoder and VAE" in note for note in found.notes)
+    assert not any("the weights of" in note for note in whole.notes)
+
+
+def test_a_preset_that_contradicts_the_folder_is_an_error_that_names_both():
+    with pytest.raises(ConfigError) as caught:
+        plan(config_of("wan2.1_t2v_14b", "model.path=wan-shapes"))
+    for text in ("'wan2.1-t2v-14b'", "'wan-shapes'", "num_layers 40 against 8 in the folder"):
+        assert text in str(caught.value)
+
+
+def test_a_preset_that_fits_the_folder_is_no_error(tmp_path):
+    folder = tmp_path / "wan"
+    shutil.copytree(PACKAGED_CHECKPOINTS["wan-shapes"], folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    preset = dataclasses.asdict(WAN_PRESETS["wan2.1-t2v-1.3b"])
+    (folder / "transformer" / "config.json").write_text(json.dumps(preset))
+    found = plan(config_of("wan2.1_t2v_1.3b", f"model.path={folder}"))
+    assert found.source == f"folder {folder}" and found.parameters == 1_418_996_800
+    (folder / "transformer_2").mkdir()  # the 14B presets with one and with two transformers differ in nothing else
+    with pytest.raises(ConfigError, match="transformers 1 against 2 in the folder"):
+        plan(config_of("wan2.1_t2v_1.3b", f"model.path={folder}"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_text_encoder_and_vae_take_the_bytes_that_the_loaded_ones_take(dtype):
+    config = config_of("wan_shapes_t2v", f"dtype={dtype}")
+    pipe = WanPipeline.from_pretrained("wan-shapes", dtype=config.torch_dtype(), progress=False)
+    found = plan(config).memory_bytes
+    for name in ("text_encoder", "vae"):
+        parameters = getattr(pipe, name).parameters()
+        assert found[name] == sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def test_the_sizes_of_published_text_encoder_and_vaes_are_counted():
+    umt5_xxl = UMT5Config(
+        d_model=4096, d_ff=10240, d_kv=64, num_heads=64, num_layers=24, vocab_size=256384,
+        feed_forward_proj="gated-gelu",
+    )  # fmt: skip
+    wan22 = {"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12,
+             "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16}  # fmt: skip
+    with torch.device("meta"):
+        encoder, vaes = UMT5EncoderModel(umt5_xxl), (AutoencoderKLWan(), AutoencoderKLWan(**wan22))
+    sizes = {name: parameter.numel() for name, parameter in encoder.named_parameters()}
+    kept = sum(size for name, size in sizes.items() if ".wo." in name)
+    assert PartSize(sum(sizes.values()), kept) == UMT5_XXL_ENCODER
+    assert [PartSize(sum(p.numel() for p in vae.parameters())) for vae in vaes] == [WAN21_VAE, WAN22_VAE]
+    plans = [plan(config_of(name)).memory_bytes for name in ("wan2.1_t2v_14b", "wan2.2_t2v_a14b", "wan2.2_ti2v_5b")]
+    assert [found["vae"] for found in plans] == [2 * WAN21_VAE.parameters] * 2 + [2 * WAN22_VAE.parameters]
+    assert {found["text_encoder"] for found in plans} == {2 * UMT5_XXL_ENCODER.parameters}

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from visual_gen.config import Override, RunConfig, load_config
+from visual_gen.config import CROSS_KV_MODES, Override, RunConfig, load_config
 from visual_gen.runtime import plots
-from visual_gen.runtime.files import check_writable, written_whole
+from visual_gen.runtime.files import check_writable, report_paths, written_whole
 from visual_gen.runtime.record import RunRecord
-from visual_gen.runtime.report import report_paths, write_report
+from visual_gen.runtime.report import CROSS_KV_NOTES, write_report
 from visual_gen.runtime.units import format_bytes, format_count, format_seconds
 from visual_gen.runtime.video import write_video
 
@@ -208,6 +208,17 @@ def test_a_report_without_steps_or_warnings_has_no_empty_parts(tmp_path, config,
     page = html_path.read_text()
     assert "Denoising steps" not in page
     assert "Warnings" not in page
+
+
+def test_the_report_says_what_the_checkpoint_calls_itself(tmp_path, config, record):
+    record.checkpoint_label = "experimental: only <shapes>"
+    paths = write_report(tmp_path / "a.mp4", config, record, [clip(), clip()], [Path("a"), Path("b")])
+    assert json.loads(paths[0].read_text())["checkpoint_label"] == "experimental: only <shapes>"
+    assert "experimental: only &lt;shapes&gt;" in paths[1].read_text()
+
+
+def test_every_cross_mode_has_its_note():
+    assert tuple(CROSS_KV_NOTES) == CROSS_KV_MODES
 
 
 def test_the_strip_has_the_frames_that_are_asked_for(tmp_path, config, record):

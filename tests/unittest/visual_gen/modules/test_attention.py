@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from attention_backend import AttentionBackend, AttentionBackendError, AttentionMetadataState, PackedKV, selection
+from attention_backend import (
+    AttentionBackend,
+    AttentionBackendError,
+    AttentionMetadataState,
+    AttentionSpec,
+    PackedKV,
+    selection,
+)
 from attention_backend.sdpa import SDPABackend
 from visual_gen import Attention, WanTransformer
 from visual_gen.models.wan import WanConfig
@@ -223,6 +230,20 @@ def test_a_whole_model_trains_where_it_is_made_trainable(fast_without_gradients)
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_gradients_work_after_inference_on_the_same_grid_and_layout():
+    config = WanConfig(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=10, freq_dim=16,
+        ffn_dim=40, num_layers=1, rope_max_seq_len=16,
+    )  # fmt: skip
+    for mode in ("padded", "packed", "packed_pad_exact"):
+        model = WanTransformer(config, attention={"cross_kv": mode})
+        inputs = (torch.randn(2, 4, 2, 4, 4), torch.tensor([5.0, 7.0]), torch.randn(2, 6, 10))
+        with torch.inference_mode():
+            model(*inputs, text_lens=(3, 6))
+        model(*inputs, text_lens=(3, 6)).sum().backward()
+        assert model.blocks[0].self_attn.to_qkv.weight.grad.abs().sum() > 0
+
+
 @torch.no_grad()
 def test_arguments_that_a_site_cannot_use_are_refused():
     x, rows = torch.randn(1, 4, HIDDEN), [torch.randn(2, HIDDEN)]
@@ -279,6 +300,7 @@ def test_keys_and_values_hold_no_more_memory_than_their_rows(mode, lens):
         ({"role": "self", "needs": {"speed"}}, "needs has .'speed'."),
         ({"role": "self", "qk_norm": "layer"}, "qk_norm is 'layer'"),
         ({"role": "self", "backend": "flash_attn_4"}, "did you mean 'flash_attn4'"),
+        ({"role": "x", "backend": SDPABackend(AttentionSpec("self", 3, 12, torch.float32, "cpu"))}, "role is 'x'"),
     ],
 )
 def test_unknown_settings_are_refused(arguments, message):

@@ -172,13 +172,16 @@ def test_a_tokenizer_that_does_not_load_names_its_folder(copied):
         ({"dtype": torch.float64}, "dtype is torch.float64; it must be one of torch.float32"),
         ({"dtype": "float32"}, "dtype is 'float32'"),
         ({"vae_dtype": torch.int8}, "vae_dtype is torch.int8"),
-        ({"device": "gpu"}, "device is 'gpu'; it must be 'cpu', 'cuda' or 'cuda:N'"),
+        ({"device": "gpu"}, "device is 'gpu'; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'"),
         ({"device": "meta"}, "device is 'meta'"),
         ({"device": "cuda:99"}, "device is 'cuda:99'; torch .* sees .* CUDA device"),
         ({"scheduler": "ddim"}, "scheduler is 'ddim'"),
         ({"flow_shift": 0}, "flow_shift is 0"),
         ({"attention": {"cross_kv": "ragged"}}, "cross_kv"),
         ({"attention": {"selff": "sdpa"}}, "selff"),
+        ({"attention": {"self": "FA9"}}, "no attention backend 'FA9'"),
+        ({"attention": {"cross_text": "flash_attn4"}}, "'flash_attn4' cannot serve cross_text"),
+        ({"attention": {"cross_image": "sdpa"}}, "no image inputs"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -186,6 +189,22 @@ def test_bad_settings_are_refused_before_anything_is_loaded(settings, said, monk
     monkeypatch.setattr("visual_gen.pipelines.wan.load_components", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=said):
         WanPipeline.from_pretrained("wan-shapes", progress=False, **settings)
+
+
+def test_what_a_hub_pipeline_cannot_do_is_refused_before_its_weights_are_fetched(copied, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda hub_id, allow_patterns, **_: asked.append(allow_patterns) or copied.folder,
+    )
+    with pytest.raises(ValueError, match="no attention backend 'FA9'"):
+        WanPipeline.from_pretrained("Some/Wan", attention={"self": "FA9"}, progress=False)
+    call = {"prompt": "a", "negative_prompt": None, "height": 90, "width": 96, "num_frames": 5, "cfg": "batched",
+            "num_inference_steps": 1, "guidance_scale": 1.0, "max_sequence_length": 48}  # fmt: skip
+    with pytest.raises(ValueError, match="height is 90"):
+        WanPipeline.check("Some/Wan", {}, call)
+    WanPipeline.check("Some/Wan", {}, call | {"height": 96})
+    assert len(asked) == 3 and not any("safetensors" in p for patterns in asked for p in patterns if "json" not in p)
 
 
 def test_a_hub_pipeline_of_another_class_is_refused_before_its_weights_are_fetched(copied, monkeypatch):

@@ -2,8 +2,11 @@
 
 import io
 import json
+import subprocess
+import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +16,9 @@ from rich.console import Console
 from visual_gen.pipelines import GenerationError, WanPipeline
 from visual_gen.pipelines.cpu_conv import OneDnnConv3d
 from visual_gen.pipelines.denoise import check_finite
-from visual_gen.runtime.record import STAGES
+from visual_gen.runtime.record import STAGES, peak_memory
+
+ROOT = Path(__file__).parents[4]
 
 
 def test_the_record_says_what_the_run_did(pipe, generate, counted):
@@ -25,7 +30,7 @@ def test_the_record_says_what_the_run_did(pipe, generate, counted):
     assert (record.prompt_tokens, record.negative_prompt_tokens) == ([4, 1], [3, 3])
     assert record.latent_shape == (2, pipe.vae.config.z_dim, 2, 4, 6)
     assert tuple(record.stage_seconds) == STAGES
-    assert all(record.stage_seconds[stage] > 0 for stage in ("load", "text", "denoise", "decode"))
+    assert all(record.stage_seconds[stage] > 0 for stage in ("text", "denoise", "decode"))
     assert len(record.step_seconds) == len(record.timesteps) == 3
     assert 0 < sum(record.step_seconds) <= record.stage_seconds["denoise"]
     assert record.peak_memory_kind == "rss" and record.peak_memory_bytes > 50 * 2**20
@@ -34,6 +39,21 @@ def test_the_record_says_what_the_run_did(pipe, generate, counted):
         assert record.attention[role]["why"]
     assert (record.scheduler, record.flow_shift, record.device, record.dtype) == ("unipc", 3.0, "cpu", "float32")
     json.dumps(asdict(record))
+
+
+def test_loading_counts_in_the_first_call_alone():
+    pipe = WanPipeline.from_pretrained("wan-shapes", progress=False)
+    settings = {"height": 32, "width": 32, "num_frames": 1, "num_inference_steps": 1, "progress": False}
+    loads = [pipe("a", **settings).record.stage_seconds["load"] for _ in range(2)]
+    assert loads[0] > 0 and loads[1] == 0
+
+
+def test_peak_memory_is_the_processs_own_and_not_that_of_its_parent():
+    code = "from visual_gen.runtime.machine import peak_rss_bytes\nprint(peak_rss_bytes())"
+    held = b"x" * (600 * 2**20)  # touched, unlike zeros
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert 2**20 < int(child.stdout) < 200 * 2**20
+    assert peak_memory(torch.device("cpu"))[0] > len(held)
 
 
 def test_step_times_are_of_the_steps(generate):
@@ -113,9 +133,9 @@ def test_broken_weights_are_found_at_the_first_step(pipe, generate, monkeypatch)
 @pytest.mark.parametrize(
     "pixels, said",
     [
-        (lambda video: torch.full_like(video, -1.0), r"frame\(s\) 0 to 4 of 5 in the video of prompt 0, .* one colour"),
-        (lambda video: video.index_fill(2, torch.tensor([3]), 0.5), r"frame\(s\) 3 of 5 .* step 3 are of one colour"),
-        (lambda video: video.index_fill(2, torch.tensor([0, 2]), float("nan")), r"frame\(s\) 0, 2 .* hold NaN"),
+        (lambda video: torch.full_like(video, -1.0), r"prompt 0: frame\(s\) 0 to 4 of 5 are of one colour"),
+        (lambda video: video.index_fill(2, torch.tensor([3]), 0.5), r"step 3, .* frame\(s\) 3 of 5 are of one colour"),
+        (lambda video: video.index_fill(2, torch.tensor([0, 2]), float("nan")), r"frame\(s\) 0, 2 of 5 hold NaN"),
     ],
     ids=["constant-video", "constant-frame", "nan-frames"],
 )
@@ -126,6 +146,30 @@ def test_frames_that_are_no_picture_are_an_error_that_keeps_the_latents(pipe, ge
         generate()
     assert error.value.step == 3
     assert torch.equal(error.value.latents, generate(output_type="latent").frames)
+
+
+@pytest.mark.parametrize("output_type", ["np", "pt", "pil"])
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_one_bad_clip_loses_none_of_the_others(pipe, generate, monkeypatch, output_type, value):
+    prompts, seeds = ["a red circle", "a star", "a ring"], [0, 1, 2]
+    expected = generate(prompts, seeds, output_type=output_type).frames
+    decode, calls = pipe.vae.decode, []
+
+    def spoil_second(z, return_dict):
+        calls.append(z)
+        video = decode(z, return_dict=False)[0]
+        return (video.index_fill(2, torch.tensor([3]), value) if len(calls) == 2 else video,)
+
+    monkeypatch.setattr(pipe.vae, "decode", spoil_second)
+    with pytest.raises(GenerationError, match=r"1 of 3 clip\(s\), .* prompt 1: frame\(s\) 3 of 5") as error:
+        generate(prompts, seeds, output_type=output_type)
+    output = error.value.output
+    assert len(calls) == len(output.frames) == 3
+    assert list(output.record.bad_clips) == [1]
+    for row in (0, 2):
+        for frame, same in zip(output.frames[row], expected[row], strict=True):
+            assert np.array_equal(np.asarray(frame), np.asarray(same))
+    assert all(np.isfinite(np.asarray(frame)).all() for frame in output.frames[1])
 
 
 @pytest.mark.parametrize("stage", ["denoise", "decode"])
@@ -168,6 +212,12 @@ def test_sizes_that_the_checkpoint_was_not_made_for_are_warned_about(pipe, gener
     assert set(warnings) <= set(caplog.messages)
 
 
+def test_the_record_has_what_the_checkpoint_calls_itself(generate):
+    record = generate("a red circle").record
+    assert record.checkpoint_label.startswith("experimental checkpoint")
+    assert not any("experimental" in warning for warning in record.warnings)
+
+
 def test_a_checkpoint_without_recommendations_warns_of_no_size(pipe, generate, monkeypatch):
     monkeypatch.setattr(pipe, "recommended", {})
     assert generate("a", max_sequence_length=8).record.warnings == []
@@ -187,3 +237,9 @@ def test_small_convolutions_of_the_vae_run_in_onednn_and_change_nothing(pipe):
         video, ops = decode()
     assert "aten::slow_conv3d_forward" not in ops and "aten::mkldnn_convolution" in ops
     assert (video - expected).abs().max() < 1e-4
+
+
+def test_a_torch_without_the_undocumented_operator_decodes_as_well(generate, monkeypatch):
+    expected = generate().frames
+    monkeypatch.delattr(torch, "mkldnn_convolution")
+    assert np.abs(generate().frames - expected).max() < 1e-4

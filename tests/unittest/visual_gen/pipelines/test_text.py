@@ -82,6 +82,19 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours(pipe):
     assert torch.equal(together[:1], alone)
 
 
+def test_each_distinct_text_is_encoded_once(pipe, generate, monkeypatch):
+    texts = ["a red circle", "a star", "a red circle", "a star"]
+    alone = [generate(text, seed=seed, output_type="latent").frames for seed, text in enumerate(texts)]
+    passes, forward = [], pipe.text_encoder.forward
+    monkeypatch.setattr(pipe.text_encoder, "forward", lambda ids, mask: passes.append(ids) or forward(ids, mask))
+    together = generate(texts, seed=[0, 1, 2, 3], negative_prompt="", output_type="latent").frames
+    assert len(passes) == 3
+    assert (together - torch.cat(alone)).abs().max() < 1e-3
+    passes.clear()
+    generate(["a star", ""], seed=[0, 1], output_type="latent")  # the negative prompt is one of the prompts
+    assert len(passes) == 2
+
+
 def test_a_text_length_without_room_for_the_end_token_is_refused(pipe):
     with pytest.raises(ValueError, match="max_sequence_length is 0"):
         tokenize(pipe.tokenizer, "a", 0)

@@ -1,0 +1,152 @@
+"""What model a configuration means: its folder, where that is here, else the preset that it names."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, CheckpointError, WeightFiles, read_json, resolve_folder
+from visual_gen.config import ConfigError, RunConfig
+from visual_gen.models.wan import WAN_PRESETS, WanConfig
+from visual_gen.models.wan.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class PartSize:
+    """Parameters of a part that stays beside the transformer. `kept_fp32` of them stay fp32 in a float16 run, as
+    transformers keeps the second layer of UMT5's feed-forward."""
+
+    parameters: int
+    kept_fp32: int = 0
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        kept = self.kept_fp32 if dtype == torch.float16 else 0
+        return self.parameters * dtype.itemsize + kept * (torch.float32.itemsize - dtype.itemsize)
+
+
+# Of the models that the config.json files of the Wan-AI/*-Diffusers repositories describe: the encoder of UMT5-XXL in
+# all of them, Wan 2.1's VAE in all but TI2V, which has Wan 2.2's. tests/unittest/visual_gen/test_plan.py counts them.
+UMT5_XXL_ENCODER = PartSize(5_680_910_336, kept_fp32=1_006_632_960)
+WAN21_VAE = PartSize(126_892_531)
+WAN22_VAE = PartSize(704_688_668)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint as far as its configuration files tell. A part's size is None where nothing here says it."""
+
+    source: str
+    transformer: WanConfig
+    geometry: Geometry
+    num_experts: int = 1
+    timestep_per_token: bool = False
+    text_encoder: PartSize | None = None
+    vae: PartSize | None = None
+    tokenizer_file: Path | None = None
+
+
+def find_model(config: RunConfig) -> Model | None:
+    """The model of model.path and model.preset; None if the folder is not here and no preset is given.
+
+    Raises ConfigError on an unknown preset and on one that contradicts the folder, CheckpointError on a damaged folder.
+    """
+    path, preset = config.model.path, config.model.preset
+    if preset is not None and preset not in WAN_PRESETS:
+        near = difflib.get_close_matches(preset.lower(), WAN_PRESETS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"model.preset = {preset!r}: wants one of {', '.join(WAN_PRESETS)}{hint}")
+    if path not in PACKAGED_CHECKPOINTS and not Path(path).expanduser().is_dir():
+        return None if preset is None else _from_preset(preset)
+    model = _from_folder(resolve_folder(path))
+    if preset is not None and (differences := _differences(_from_preset(preset), model)):
+        raise ConfigError(
+            f"model.preset = {preset!r} is another model than the one in model.path = {path!r} "
+            f"({'; '.join(differences)}): leave the preset out, or name the folder of that model"
+        )
+    return model
+
+
+def missing_to_generate(model: Model) -> str | None:
+    """What has to be written before `generate` can serve this model; None if it can."""
+    wan, missing = model.transformer, []
+    if wan.pos_embed_seq_len is not None:
+        missing.append("the first-and-last-frame pipeline")
+    elif wan.image_dim is not None or wan.in_channels != wan.out_channels:
+        missing.append("the image-to-video pipeline")
+    if model.num_experts > 1:
+        missing.append("the switch between its two transformers")
+    if model.timestep_per_token:
+        missing.append("the pipeline that gives each token its own timestep")
+    return " and ".join(missing) or None
+
+
+def _from_preset(preset: str) -> Model:
+    wan = WAN_PRESETS[preset]
+    ti2v = preset == "wan2.2-ti2v-5b"
+    return Model(
+        source=f"preset {preset}",
+        transformer=wan,
+        geometry=Geometry.of(wan, spatial_scale=16 if ti2v else 8),
+        num_experts=2 if preset.endswith("-a14b") else 1,
+        timestep_per_token=ti2v,
+        text_encoder=UMT5_XXL_ENCODER,
+        vae=WAN22_VAE if ti2v else WAN21_VAE,
+    )
+
+
+def _from_folder(folder: Path) -> Model:
+    index = read_json(folder / "model_index.json")
+    tokenizer = folder / "tokenizer" / "tokenizer.json"
+    return Model(
+        source=f"folder {folder}",
+        transformer=WanConfig.from_folder(folder / "transformer"),
+        geometry=Geometry.from_folder(folder),
+        num_experts=2 if (folder / "transformer_2").is_dir() else 1,
+        timestep_per_token=bool(index.get("expand_timesteps")),
+        text_encoder=_text_encoder_size(folder / "text_encoder"),
+        vae=_size(folder / "vae", "diffusion_pytorch_model"),
+        tokenizer_file=tokenizer if tokenizer.is_file() else None,
+    )
+
+
+def _text_encoder_size(folder: Path) -> PartSize | None:
+    """Of the encoder alone, where a whole T5 is stored, with the embedding that it shares counted once."""
+    stored = _shapes(folder, "model")
+    if stored is None:
+        return None
+    counts = {name: shape.numel() for name, shape in stored.items() if not name.startswith(("decoder.", "lm_head."))}
+    if "shared.weight" in counts:
+        counts.pop("encoder.embed_tokens.weight", None)
+    return PartSize(sum(counts.values()), sum(count for name, count in counts.items() if ".wo." in name))
+
+
+def _size(folder: Path, stem: str) -> PartSize | None:
+    stored = _shapes(folder, stem)
+    return None if stored is None else PartSize(sum(shape.numel() for shape in stored.values()))
+
+
+def _shapes(folder: Path, stem: str) -> dict[str, torch.Size] | None:
+    """From the headers of the weight files; None if they are not here or are damaged."""
+    try:
+        return {name: torch.Size(shape) for name, shape in WeightFiles.open(folder, stem=stem).shapes.items()}
+    except CheckpointError:
+        return None
+
+
+def _differences(preset: Model, folder: Model) -> list[str]:
+    """Every fact in which a preset and a folder differ, both values named."""
+    facts = [
+        {
+            **dataclasses.asdict(model.transformer),
+            "spatial compression": model.geometry.spatial_scale,
+            "transformers": model.num_experts,
+            "one timestep for each token": model.timestep_per_token,
+        }
+        for model in (preset, folder)
+    ]
+    return [f"{key} {facts[0][key]} against {facts[1][key]} in the folder" for key in facts[0]
+            if facts[0][key] != facts[1][key]]  # fmt: skip

@@ -1,0 +1,13 @@
+"""Prompts as Wan reads them."""
+
+from __future__ import annotations
+
+import html
+
+import ftfy
+
+
+def clean_prompt(text: str) -> str:
+    """Mend broken Unicode, resolve HTML entities (doubly escaped ones too) and reduce white space to single blanks,
+    as Wan's training captions were."""
+    return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
