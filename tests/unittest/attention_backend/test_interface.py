@@ -75,7 +75,8 @@ def test_the_output_is_a_tensor_like_q_whatever_the_kernel_returns(form):
 def test_an_output_of_another_shape_is_an_error():
     backend = Stub(SPEC)
     backend.result = lambda q: q.transpose(1, 2)
-    with pytest.raises(RuntimeError, match=r"stub returned torch.float32 \(2, 2, 4, 16\) for q of torch.float32 \(2, 4, 2, 16\)"):
+    wrong = r"stub returned torch.float32 \(2, 2, 4, 16\) for q of torch.float32 \(2, 4, 2, 16\)"
+    with pytest.raises(RuntimeError, match=wrong):
         backend.forward(*tensors())
     for bad, found in ((None, "None"), ((), "None"), (torch.zeros(2, 4, 2, 16).double(), "torch.float64")):
         backend.result = lambda q, bad=bad: bad
