@@ -1,0 +1,135 @@
+"""Scores a wan-shapes checkpoint: does it show what the prompt says?
+
+    python -m examples.wan_shapes.evaluate                       # everything, on a CPU
+    python -m examples.wan_shapes.evaluate --quick               # 8 prompts
+    python -m examples.wan_shapes.evaluate --only vae seen       # some of the parts
+    python -m examples.wan_shapes.evaluate FOLDER                # another checkpoint than the packaged one
+
+Clips are made in 10 steps and read back by `scores.py`, which reads every drawn clip right. Prints each score beside
+what it must reach, writes all of them, and contact sheets, to `--out`, and exits with 1 if one falls short.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from visual_gen import WanPipeline
+from visual_gen.checkpoint import resolve_folder
+
+from .combinations import Prompt, load_prompts
+from .measure import MEASURES
+from .scores import Reading, mistakes, read_clip
+from .sheets import contact_sheet
+
+STEPS, GUIDANCE_SCALE, TEXT_LENGTH = 10, 4.0, 64
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Evaluation:
+    """A pipeline with the checkpoint in `folder`, and what has been found out about it."""
+
+    folder: Path
+    pipeline: Callable
+    batch_size: int = 8
+    max_prompts: int | None = None
+    scores: dict[str, object] = field(default_factory=dict)
+    checks: list[dict] = field(default_factory=list)
+    wrong: list[tuple[str, Tensor]] = field(default_factory=list)
+
+    def prompts(self, name: str) -> list[Prompt]:
+        """A committed list, or its first `max_prompts`."""
+        return load_prompts(name)[: self.max_prompts]
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, num_frames: int = 33, height: int = 96, width: int = 96,
+        guidance_scale: float = GUIDANCE_SCALE, negative_prompts: Sequence[str] | None = None,
+        text_length: int = TEXT_LENGTH, label: str = "",
+    ) -> list[Tensor]:
+        """One clip [frames, height, width, 3] in 0..1 per prompt, from its own seed whatever the batch."""
+        negative_prompts = negative_prompts or [""] * len(prompts)
+        clips = []
+        starts = range(0, len(prompts), self.batch_size)
+        for start in track(starts, description=label or "clips", disable=len(prompts) <= 1, transient=True):
+            batch = prompts[start : start + self.batch_size]
+            made = self.pipeline(
+                prompt=[row.prompt for row in batch],
+                negative_prompt=list(negative_prompts[start : start + self.batch_size]),
+                height=height, width=width, num_frames=num_frames, num_inference_steps=STEPS,
+                guidance_scale=guidance_scale, max_sequence_length=text_length, output_type="np", progress=False,
+                generator=[torch.Generator("cpu").manual_seed(row.seed) for row in batch],
+            ).frames
+            clips += [torch.as_tensor(clip).float() for clip in made]
+        return clips
+
+    def read(self, prompts: Sequence[Prompt], **how) -> tuple[list[Reading], list[Tensor]]:
+        """Clips for the prompts and what they show; wrong ones are kept to be looked at."""
+        clips = self.generate(prompts, **how)
+        readings = [read_clip(clip) for clip in clips]
+        for prompt, reading, clip in zip(prompts, readings, clips, strict=True):
+            self.wrong += [(line, clip) for line in mistakes([reading], [prompt])]
+        return readings, clips
+
+    def check(self, name: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
+        """Notes a score and whether it is where it must be."""
+        passed = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
+        bound = f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}"
+        self.checks.append({"name": name, "value": round(float(value), 3), "must_be": bound, "passed": passed})
+        print(f"{'ok  ' if passed else 'LOW ' if at_least is not None else 'HIGH'} {name}: {value:.4g} ({bound})",
+              flush=True)
+
+    def passed(self) -> bool:
+        return all(check["passed"] for check in self.checks)
+
+
+def evaluate(evaluation: Evaluation, names: Sequence[str], out: Path | None) -> None:
+    """Runs the measures of these names and writes scores.json and the sheets to `out`."""
+    for name in names:
+        print(f"-- {name}: {MEASURES[name].__doc__.splitlines()[0]}", flush=True)
+        sheet = MEASURES[name](evaluation)
+        if out is not None and sheet:
+            contact_sheet([clip for _, clip in sheet], [label for label, _ in sheet], out / f"sheet_{name}.png")
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            report = {"steps": STEPS, "guidance_scale": GUIDANCE_SCALE, "text_length": TEXT_LENGTH,
+                      "scores": evaluation.scores, "checks": evaluation.checks,
+                      "mistakes": [line for line, _ in evaluation.wrong]}
+            (out / "scores.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    if out is not None and evaluation.wrong:
+        worst = evaluation.wrong[:16]
+        contact_sheet([clip for _, clip in worst], [line for line, _ in worst], out / "sheet_mistakes.png", columns=8)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", default="wan-shapes", help="diffusers folder; default the packaged one")
+    parser.add_argument("--quick", action="store_true", help="8 prompts, main scores only")
+    parser.add_argument("--only", nargs="+", choices=MEASURES, help="run only these parts")
+    parser.add_argument("--out", type=Path, help="folder for scores.json and contact sheets")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch-size", type=int, default=8)
+    options = parser.parse_args(arguments)
+    pipeline = WanPipeline.from_pretrained(
+        options.folder, dtype=DTYPES[options.dtype], device=options.device, progress=False
+    )
+    evaluation = Evaluation(
+        resolve_folder(options.folder), pipeline, options.batch_size, max_prompts=8 if options.quick else None
+    )
+    evaluate(evaluation, options.only or (["quick"] if options.quick else [n for n in MEASURES if n != "quick"]),
+             options.out)
+    for line, _ in evaluation.wrong:
+        print(f"wrong: {line}")
+    print("all scores reached" if evaluation.passed() else "some scores were not reached")
+    return 0 if evaluation.passed() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

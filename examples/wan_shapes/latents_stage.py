@@ -1,0 +1,80 @@
+"""Stage "latents": draws captioned clips of all sizes and keeps their latents; training then never waits for them."""
+
+import random
+
+import torch
+from torch import Tensor
+
+from .captions import caption, make_tokenizer
+from .clips import draw, random_clip
+from .combinations import held_out_combinations
+from .run_folder import Deadline, RunFolder
+from .settings import Settings
+from .vae_stage import load_vae
+
+
+def _size_of_chunk(settings: Settings, rng: random.Random) -> tuple[int, int, int]:
+    frames = rng.choices(settings.frame_counts, settings.frame_shares)[0]
+    height, width = rng.choices(settings.sizes, settings.size_shares)[0]
+    return frames, height, width
+
+
+def tokenise(tokenizer, texts: list[str], slots: int) -> Tensor:
+    """Ids [texts, slots], 0 where there is no word; ValueError for a text that does not fit."""
+    ids = tokenizer(texts, padding="max_length", max_length=slots, return_tensors=None).input_ids
+    longest = max(len(row) for row in ids)
+    if longest > slots:
+        raise ValueError(f"a caption has {longest} tokens, more than the {slots} text slots")
+    return torch.tensor(ids, dtype=torch.int16)
+
+
+@torch.no_grad()
+def encode_chunk(settings: Settings, index: int, vae, tokenizer, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Chunk `index`, the same in every run: scaled latents [clips, C, F, h, w] and ids [clips, captions, slots]."""
+    rng = random.Random(f"{settings.seed} latents {index}")
+    size = _size_of_chunk(settings, rng)
+    held_out = held_out_combinations()
+    clips = [random_clip(rng, *size, held_out) for _ in range(settings.clips_per_chunk)]
+    texts = [caption(rng, clip) for clip in clips for _ in range(settings.captions_per_clip)]
+    frames = draw(clips, device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        if device.type == "cuda":
+            frames = frames.contiguous(memory_format=torch.channels_last_3d)
+        latents = vae.quant_conv(vae.encoder(frames)).float().chunk(2, dim=1)[0]
+    mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1, 1)
+                 for values in (vae.config.latents_mean, vae.config.latents_std))
+    ids = tokenise(tokenizer, texts, settings.text_slots).view(len(clips), settings.captions_per_clip, -1)
+    return ((latents - mean) / std).to(torch.bfloat16), ids.to(device)
+
+
+def cache_latents(run: RunFolder, device: torch.device, limit_s: float) -> bool:
+    """Encodes the chunks that are not there yet; True when all are."""
+    settings, deadline = run.settings, Deadline(limit_s)
+    state = run.load("latents") or {"chunks": [], "done": False}
+    if state["done"]:
+        return True
+    vae, tokenizer = load_vae(run, device), make_tokenizer()
+    chunks = state["chunks"]
+    wanted = -(-settings.cached_clips // settings.clips_per_chunk)
+    while len(chunks) < wanted and not deadline.over():
+        latents, ids = encode_chunk(settings, len(chunks), vae, tokenizer, device)
+        chunks.append((latents, ids))  # left on the device: a copy here would wait for it
+        if len(chunks) % 16 == 0 and device.type == "cuda":
+            torch.cuda.synchronize()  # chunks are queued ahead of the device; the deadline is for the device
+        if len(chunks) % 64 == 0:
+            run.log(f"latents: {len(chunks) * settings.clips_per_chunk} clips")
+    done = len(chunks) >= wanted
+    run.save("latents", {"chunks": [(latents.cpu(), ids.cpu()) for latents, ids in chunks], "done": done})
+    run.log(f"latents: {'finished' if done else 'stopped'} at {len(chunks) * settings.clips_per_chunk} clips")
+    return done
+
+
+def load_latents(run: RunFolder, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Per clip size, all latents [clips, C, F, h, w] and caption ids [clips, captions, slots], on the device."""
+    by_size: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+    for latents, ids in run.finished("latents")["chunks"]:
+        by_size.setdefault(tuple(latents.shape[2:]), []).append((latents, ids))
+    return [
+        (torch.cat([latents for latents, _ in group]).to(device), torch.cat([ids for _, ids in group]).to(device))
+        for _, group in sorted(by_size.items())
+    ]

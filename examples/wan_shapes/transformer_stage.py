@@ -1,0 +1,170 @@
+"""Stage "transformer": trains the transformer and the text encoder together on cached latents, by flow matching."""
+
+import random
+import time
+
+import torch
+from torch import Tensor
+
+from .captions import make_tokenizer
+from .latents_stage import load_latents, tokenise
+from .models import FLOW_SHIFT, make_text_encoder, make_transformer
+from .muon import Muon
+from .run_folder import Deadline, RunFolder
+from .settings import Settings
+from .training_forward import TrainingForward, encode_text, padding_bias
+
+LOG_EVERY = 250
+NOISE_BINS = 5
+
+
+def learning_rate_at(settings: Settings, step: int) -> float:
+    """Warm-up, then constant, then straight down to zero.
+
+    While the constant part lasts, nothing depends on the number of steps: it can still be changed for the time at hand.
+    """
+    decay_steps = settings.decay_share * settings.transformer_steps
+    left = (settings.transformer_steps - step) / decay_steps
+    return settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps, max(left, 0.0))
+
+
+def draw_noise_levels(batch: int, generator: torch.Generator) -> Tensor:
+    """Noise shares [batch] in 0..1: half uniform, half logit-normal, then shifted as the sampler's are."""
+    device = generator.device
+    uniform = torch.rand(batch, generator=generator, device=device)
+    middling = torch.sigmoid(torch.randn(batch, generator=generator, device=device))
+    level = torch.where(torch.rand(batch, generator=generator, device=device) < 0.5, uniform, middling)
+    return FLOW_SHIFT * level / (1 + (FLOW_SHIFT - 1) * level)
+
+
+class TransformerTrainer:
+    """Transformer, text encoder, their moving averages and optimisers."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.transformer = make_transformer(settings).to(device)
+        self.text_encoder = make_text_encoder(settings).to(device)
+        on_gpu = device.type == "cuda"
+        self.dtype = torch.bfloat16 if on_gpu else torch.float32
+        self.forward = TrainingForward(self.transformer, self.dtype)
+        self.parameters = [*self.transformer.parameters(), *self.text_encoder.parameters()]
+        self.averages = [parameter.detach().clone() for parameter in self.parameters]
+        matrices = [parameter for parameter in self.transformer.blocks.parameters() if parameter.ndim == 2]
+        of_muon = {id(parameter) for parameter in matrices}
+        self.learning_rate = torch.tensor(settings.learning_rate, device=device)
+        self.muon = Muon(matrices, self.learning_rate, weight_decay=settings.weight_decay)
+        self.adamw = torch.optim.AdamW(
+            [parameter for parameter in self.parameters if id(parameter) not in of_muon], lr=self.learning_rate,
+            betas=(0.9, 0.98), weight_decay=settings.weight_decay, fused=on_gpu, capturable=on_gpu,
+        )
+        self.empty_ids = tokenise(make_tokenizer(), [""], settings.text_slots).to(device)
+        self.text_lengths = torch.tensor(settings.text_lengths, device=device)
+        self.generator = torch.Generator(device)
+        self.steps = 0
+
+    def state(self) -> dict:
+        return {
+            "transformer": self.transformer.state_dict(), "text_encoder": self.text_encoder.state_dict(),
+            "averages": self.averages, "muon": self.muon.state_dict(), "adamw": self.adamw.state_dict(),
+            "steps": self.steps,
+        }
+
+    def load(self, state: dict) -> None:
+        self.transformer.load_state_dict(state["transformer"])
+        self.text_encoder.load_state_dict(state["text_encoder"])
+        with torch.no_grad():
+            torch._foreach_copy_(self.averages, [average.to(self.device) for average in state["averages"]])
+        self.muon.load_state_dict(state["muon"])
+        self.adamw.load_state_dict(state["adamw"])
+        for group in self.adamw.param_groups:
+            group["lr"] = self.learning_rate
+        self.steps = state["steps"]
+
+    def use_averages(self) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.averages)
+
+    def batch(self, cache: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Latents [B, C, F, h, w] of one clip size and caption ids [B, slots], drawn for the step at hand."""
+        settings, generator = self.settings, self.generator
+        rng = random.Random(f"{settings.seed} transformer step {self.steps}")
+        generator.manual_seed(settings.seed * 1_000_003 + self.steps)
+        latents, ids = rng.choices(cache, [len(latents) for latents, _ in cache])[0]
+        frames, height, width = latents.shape[2:]
+        if frames > min(other.shape[2] for other, _ in cache) and rng.random() < settings.shorter_clips:
+            # The VAE is causal: the first latents of a clip are those of a shorter one.
+            frames -= 2
+        size = max(1, settings.tokens_per_step // (frames * height * width // 4))
+        rows = torch.randint(len(latents), (size,), generator=generator, device=self.device)
+        which = torch.randint(ids.shape[1], (size,), generator=generator, device=self.device)
+        empty = torch.rand(size, 1, generator=generator, device=self.device) < settings.empty_captions
+        return latents[rows, :, :frames].float(), torch.where(empty, self.empty_ids, ids[rows, which]).long()
+
+    def learn(self, latents: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """One step; returns the loss of every clip [B] and its noise level [B]."""
+        batch, settings = len(latents), self.settings
+        level = draw_noise_levels(batch, self.generator)
+        noise = torch.randn(latents.shape, generator=self.generator, device=self.device)
+        share = level.view(-1, 1, 1, 1, 1)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            text, text_lens = encode_text(self.text_encoder, ids)
+        pick = torch.randint(len(self.text_lengths), (batch,), generator=self.generator, device=self.device)
+        bias = padding_bias(text_lens, self.text_lengths[pick], settings.text_slots, self.dtype)
+        velocity = self.forward(torch.lerp(latents, noise, share), level * 1000, text, bias)
+        losses = (velocity - (noise - latents)).square().mean((1, 2, 3, 4))
+        losses.mean().backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.adamw.step()
+        self.muon.step()
+        self.adamw.zero_grad(set_to_none=True)
+        self.transformer.zero_grad(set_to_none=True)
+        # A short average at first, so that the random start is soon forgotten.
+        decay = min(settings.ema_decay, (1 + self.steps) / (10 + self.steps))
+        with torch.no_grad():
+            torch._foreach_lerp_(self.averages, self.parameters, 1 - decay)
+        self.steps += 1
+        return losses.detach(), level
+
+
+def train_transformer(run: RunFolder, device: torch.device, limit_s: float) -> bool:
+    """Trains until the steps are done or the time is up; True when the stage is finished."""
+    settings, deadline = run.settings, Deadline(limit_s)
+    state = run.load("transformer", device)
+    if state is not None and state["done"]:
+        return True
+    torch.manual_seed(settings.seed + 1)
+    trainer = TransformerTrainer(settings, device)
+    if state is not None:
+        trainer.load(state)
+        run.log(f"transformer: going on from step {trainer.steps}")
+    cache = load_latents(run, device)
+    run.log("transformer: clips of latent size " + ", ".join(
+        f"{'×'.join(map(str, latents.shape[2:]))}: {len(latents)}" for latents, _ in cache))
+    if device.type == "cuda":
+        trainer.forward.compile()
+    sums = torch.zeros(2, NOISE_BINS, device=device)
+    timed_from, timed_steps = None, 0
+    while trainer.steps < settings.transformer_steps and not deadline.over():
+        trainer.learning_rate.fill_(learning_rate_at(settings, trainer.steps))
+        losses, level = trainer.learn(*trainer.batch(cache))
+        bins = (level * NOISE_BINS).long().clamp(max=NOISE_BINS - 1)
+        sums[0].index_add_(0, bins, losses)
+        sums[1].index_add_(0, bins, torch.ones_like(losses))
+        if timed_from is None:
+            sums.sum().item()  # the first step compiles
+            run.log("transformer: first step done")
+            timed_from, timed_steps = time.monotonic(), trainer.steps
+        if trainer.steps % LOG_EVERY == 0 or trainer.steps == settings.transformer_steps:
+            by_level = " ".join(f"{value:.3f}" for value in (sums[0] / sums[1].clamp(min=1)).tolist())
+            rate = (trainer.steps - timed_steps) / max(time.monotonic() - timed_from, 1e-9)
+            run.log(f"transformer: step {trainer.steps}, loss {float(sums[0].sum() / sums[1].sum()):.4f}, from little "
+                    f"to much noise {by_level}, {rate:.2f} steps/s")
+            sums.zero_()
+        if trainer.steps % 20 == 0 and device.type == "cuda":
+            torch.cuda.synchronize()  # steps are queued ahead of the device; the deadline is for the device
+        if deadline.save_due():
+            run.save("transformer", trainer.state() | {"done": False})
+    done = trainer.steps >= settings.transformer_steps
+    run.save("transformer", trainer.state() | {"done": done})
+    run.log(f"transformer: {'finished' if done else 'stopped'} at step {trainer.steps} of {settings.transformer_steps}")
+    return done
