@@ -22,7 +22,7 @@ demo: $(VENV)/base.stamp
 	$(BIN)/visual-gen generate --config configs/wan_shapes_t2v.yaml --prompt "$(DEMO_PROMPT)" --output outputs/demo.mp4
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -43,7 +43,7 @@ setup(
             # flash-attn-4 imports it and does not declare it.
             "triton; platform_system == 'Linux'",
         ],
-        "dev": ["pytest>=9", "pytest-timeout>=2.4", "hypothesis>=6.150", "ruff>=0.15"],
+        "dev": ["pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.150", "ruff>=0.15"],
     },
     entry_points={"console_scripts": ["visual-gen=visual_gen.cli:main"]},
 )

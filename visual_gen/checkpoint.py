@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ _TORCH_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+SERVED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class CheckpointError(ValueError):
@@ -56,7 +58,7 @@ def resolve_folder(folder_or_id: str | Path, *, files: Sequence[str] = PIPELINE_
                 f"the checkpoint {name!r} ships with this package, but {folder} is missing: install the package again"
             )
         return folder
-    folder = Path(folder_or_id).expanduser()
+    folder = Path(os.path.expanduser(folder_or_id))  # Path's own raises on an unknown user
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -199,8 +201,16 @@ class WeightFiles:
                     yield name, file.get_tensor(name)
 
     def check_names_and_shapes(self, expected: Mapping[str, tuple[int, ...]], what: str) -> None:
-        """Raise CheckpointError naming every tensor of `expected` that is missing here or has another shape, and
-        every tensor here that `expected` lacks. `what` names the model in the message."""
+        """Raise CheckpointError naming every tensor of `expected` that is missing here or has another shape, every
+        tensor here that `expected` lacks, and one that is stored in no dtype of SERVED_DTYPES. `what` names the model
+        in the message."""
+        for name in sorted(expected.keys() & self.shapes.keys()):
+            if self.dtypes[name] not in SERVED_DTYPES:
+                file = next(path for path in self.files if name in _read_header(path))
+                raise CheckpointError(
+                    f"{file} stores {name!r} as {str(self.dtypes[name]).removeprefix('torch.')}: quantised weights are "
+                    "not served; use the checkpoint in float32, bfloat16 or float16"
+                )
         missing = sorted(expected.keys() - self.shapes.keys())
         unexpected = sorted(self.shapes.keys() - expected.keys())
         misshapen = [

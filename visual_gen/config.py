@@ -40,10 +40,33 @@ class Override(NamedTuple):
 
 def _texts(value: object) -> object:
     if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, list | tuple) and value and all(isinstance(text, str) for text in value):
-        return tuple(value)
-    raise ValueError("a text, or a list of at least one text")
+        texts = (value or "",)
+    elif isinstance(value, list | tuple) and value and all(isinstance(text, str) for text in value):
+        texts = value = tuple(value)
+    else:
+        raise ValueError("a text, or a list of at least one text")
+    if not all(map(_is_unicode, texts)):
+        raise ValueError(_UNICODE)
+    return value
+
+
+_UNICODE = "whole characters, not half ones (lone surrogates, as of bytes that are not UTF-8): type it again in UTF-8"
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raise ValueError if `text` holds half characters, which neither a tokenizer nor a file can take."""
+    if not _is_unicode(text):
+        raise ValueError(f"{name} is {_show(text)}; it must be {_UNICODE}")
+
+
+def _whole(value: object) -> object:
+    if isinstance(value, str) and not _is_unicode(value):
+        raise ValueError(_UNICODE)
+    return value
 
 
 Prompt = Annotated[str | tuple[str, ...] | None, BeforeValidator(_texts)]
@@ -86,7 +109,7 @@ class GenerationConfig(_Section):
     """
 
     prompt: Prompt = None
-    negative_prompt: str | None = None
+    negative_prompt: Annotated[str | None, BeforeValidator(_whole)] = None
     height: PositiveInt = 480
     width: PositiveInt = 832
     num_frames: PositiveInt = 81
@@ -181,7 +204,7 @@ def load_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> R
         for item in error.errors(include_url=False):
             # Only the keys: pydantic also puts the branch of a union there.
             keys = tuple(str(key) for key in item["loc"])
-            where = _origin(keys, origins) or _line(path, keys, lines)
+            where = _origin(keys, origins, lines) or _line(path, keys, lines)
             problems.append(f"{where}: {_problem(keys, item)}")
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
 
@@ -244,11 +267,14 @@ def _put(data: dict[str, Any], keys: tuple[str, ...], override: Override) -> Non
     data[keys[-1]] = override.value
 
 
-def _origin(keys: tuple[str, ...], origins: dict[tuple[str, ...], str]) -> str | None:
+def _origin(keys: tuple[str, ...], origins: dict[tuple[str, ...], str], lines: Lines) -> str | None:
     for length in range(len(keys), 0, -1):
         if keys[:length] in origins:
             return origins[keys[:length]]
-    return None
+    if keys in lines:
+        return None
+    # A section that the file lacks, made by an override of a key in it.
+    return next((origin for at, origin in origins.items() if at[: len(keys)] == keys), None)
 
 
 def _line(path: Path, keys: tuple[str, ...], lines: Lines) -> str:
@@ -265,6 +291,7 @@ WANTED = {
     "string_type": "wants a text",
     "bool_type": "wants true or false",
     "finite_number": "wants a finite number",
+    "string_unicode": f"wants {_UNICODE}",
     "string_too_short": "wants a text that is not empty",
     "string_pattern_mismatch": "wants 'auto', 'cpu', 'cuda' or 'cuda:N'",
     "literal_error": "wants {expected}",

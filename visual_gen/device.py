@@ -27,4 +27,4 @@ def find_device(name: str | torch.device) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= count:
         have = f"{count} CUDA device(s)" if count else "no CUDA device"
         raise ValueError(f"device is {str(name)!r}; torch {torch.__version__} sees {have} here: use 'cpu' or 'auto'")
-    return device
+    return torch.device("cpu") if device.type == "cpu" else device  # "cpu:0" is no other device

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from visual_gen.commands.settings import config_from_arguments
 from visual_gen.config import ConfigError, RunConfig
-from visual_gen.runtime.files import check_writable, report_paths
+from visual_gen.runtime.files import check_writable, expanded, report_paths
 
 if TYPE_CHECKING:
     from visual_gen.pipelines import WanPipeline, WanPipelineOutput
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def output_files(config: RunConfig) -> list[Path]:
     """One mp4 path for each prompt, found to be writable, as are the report's. Raises ValueError and OSError else."""
-    path = Path(config.output.path).expanduser()
+    path = expanded(config.output.path)
     prompts = config.generation.prompts
     if not prompts:
         raise ConfigError("there is no prompt; give --prompt TEXT, or generation.prompt in the configuration")
@@ -54,6 +54,17 @@ def refuse_what_cannot_generate(config: RunConfig) -> None:
             f"model.preset = {config.model.preset!r} cannot generate yet: {missing} is not written (`visual-gen plan` "
             "works for it)"
         )
+
+
+def refuse_what_does_not_fit(config: RunConfig) -> None:
+    """Raises ValueError if a step, weights included, needs more memory than is free: by what `visual-gen plan` says, so
+    only where that can say it."""
+    from visual_gen.runtime.memory import check_memory
+    from visual_gen.runtime.model import find_model
+    from visual_gen.runtime.plan import plan
+
+    if find_model(config) is not None:
+        check_memory(plan(config).memory_bytes["total"], config.torch_device(), "a denoising step with the weights")
 
 
 def generate(config: RunConfig, files: list[Path]) -> None:
@@ -87,6 +98,7 @@ def generate(config: RunConfig, files: list[Path]) -> None:
     from visual_gen.pipelines import GenerationError, WanPipeline
 
     WanPipeline.check(config.model.path, settings, call)
+    refuse_what_does_not_fit(config)
     pipeline = WanPipeline.from_pretrained(config.model.path, **settings)
     _announce(config, pipeline)
     # On the CPU whatever the device, so that a seed gives one noise everywhere.
@@ -130,7 +142,7 @@ def _write(config: RunConfig, output: WanPipelineOutput, files: list[Path]) -> N
     record.stage_seconds["write"] = time.perf_counter() - start
     reports: tuple[Path, ...] = ()
     if config.output.report:
-        path = Path(config.output.path).expanduser()
+        path = expanded(config.output.path)
         with _writing(report_paths(path)[0]):
             reports = write_report(path, config, record, output.frames, written)
     # At the end: a reader of this output that has gone stops us here, and must not cost a clip.

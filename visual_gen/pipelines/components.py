@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 from transformers.utils import logging as transformers_logging
 
 from visual_gen.checkpoint import CheckpointError, WeightFiles, read_json
 from visual_gen.models.wan import WanTransformer
 from visual_gen.pipelines.cpu_conv import channels_innermost
+from visual_gen.pipelines.vae_config import empty_vae
 
 _NOT_SERVED = {
     "WanImageToVideoPipeline": "Wan image-to-video, which this pipeline does not serve yet",
@@ -62,14 +62,21 @@ def check_model_index(folder: Path) -> None:
         )
     _refuse_wan22(folder, index)
     for name, classes in _COMPONENT_CLASSES.items():
-        stored = (index.get(name) or [None, None])[1]
+        stored = _class_of(path, index, name)
         if stored not in classes:
             raise CheckpointError(f"{path} names {stored!r} as {name}; a Wan pipeline needs {' or '.join(classes)}")
 
 
+def _class_of(path: Path, index: dict, name: str) -> str | None:
+    entry = index.get(name) or [None, None]
+    if not (isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str | None) for part in entry)):
+        raise CheckpointError(f"{path} has {entry!r} as {name}; it must be a pair [library, class]: download it again")
+    return entry[1]
+
+
 def _refuse_wan22(folder: Path, index: dict) -> None:
     path = folder / "model_index.json"
-    second = (index.get("transformer_2") or [None, None])[1] is not None or (folder / "transformer_2").is_dir()
+    second = _class_of(path, index, "transformer_2") is not None or (folder / "transformer_2").is_dir()
     if second or index.get("boundary_ratio") is not None:
         why = "a second transformer" if second else f"boundary_ratio {index['boundary_ratio']}"
         raise CheckpointError(
@@ -109,21 +116,22 @@ def check_geometry(folder: Path) -> None:
                 f"{where} has {key} {value}, but the {other} is {other_value}: these folders do not belong together; "
                 "download the checkpoint again"
             )
-    for key in ("latents_mean", "latents_std"):
-        if key in vae and len(vae[key]) != vae.get("z_dim", 16):
-            raise CheckpointError(
-                f"{folder / 'vae' / 'config.json'} has {len(vae[key])} {key} for {vae.get('z_dim', 16)} channels: "
-                "download it again"
-            )
+    empty_vae(folder / "vae" / "config.json")
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Any:
     """The tokenizer of `folder`, a fast one whose ids all fit the text encoder's `vocab_size`."""
     if not folder.is_dir():
         raise CheckpointError(f"folder {folder} is missing: download the checkpoint again, with this folder")
+    if not (folder / "tokenizer_config.json").exists():
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'} is missing, without which words that the model does not know would "
+            "not be named: download it"
+        )
+    read_json(folder / "tokenizer_config.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever transformers meets in a file of another kind
         raise CheckpointError(f"{folder} holds no tokenizer that loads ({error}): download it again") from error
     if not tokenizer.is_fast:
         raise CheckpointError(
@@ -138,13 +146,24 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Any:
     return tokenizer
 
 
+def empty_text_encoder(folder: Path) -> UMT5EncoderModel:
+    """The encoder that `folder`/config.json describes, on the meta device; CheckpointError if it describes none."""
+    read_json(folder / "config.json")
+    try:
+        config = UMT5Config.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            return UMT5EncoderModel(config)
+    except Exception as error:  # whatever transformers meets in values of another kind
+        raise CheckpointError(
+            f"{folder / 'config.json'} describes no text encoder that can be made ({error}): download it again"
+        ) from error
+
+
 def load_text_encoder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """transformers' UMT5EncoderModel with every tensor from the files: transformers itself fills a missing one with
     random numbers and only logs it, so names and shapes are compared first."""
     weights = WeightFiles.open(folder, stem="model")
-    config = UMT5Config.from_pretrained(folder, local_files_only=True)
-    with torch.device("meta"):
-        empty = UMT5EncoderModel(config)
+    empty = empty_text_encoder(folder)
     expected = _shapes(empty)
     tied = _tied_names(empty)
     for group in tied:  # tied tensors may be stored under any one of their names
@@ -164,8 +183,7 @@ def load_text_encoder(folder: Path, *, dtype: torch.dtype, device: torch.device)
 def load_vae(folder: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """diffusers' AutoencoderKLWan with every tensor from the files, in `dtype` on `device`."""
     weights = WeightFiles.open(folder)
-    with torch.device("meta"):
-        vae = AutoencoderKLWan.from_config(read_json(folder / "config.json"))
+    vae = empty_vae(folder / "config.json")
     weights.check_names_and_shapes(_shapes(vae), "AutoencoderKLWan")
     # copies, so that no parameter lies in the memory-mapped file
     state = {name: tensor.to(dtype=dtype, copy=True) for name, tensor in weights.tensors(device)}

@@ -92,10 +92,19 @@ def denoise(
 def _called_back(
     callback: StepCallback, step: int, timestep: torch.Tensor, latents: torch.Tensor, shape: torch.Size
 ) -> torch.Tensor:
-    latents = (callback(step, timestep, {"latents": latents}) or {}).get("latents", latents)
+    device = latents.device
+    given = callback(step, timestep, {"latents": latents})
+    if given is None:
+        given = {}
+    if not isinstance(given, dict) or given.keys() - {"latents"}:
+        found = f"a dict with {', '.join(map(repr, given))}" if isinstance(given, dict) else type(given).__name__
+        raise ValueError(f"callback_on_step_end gave {found}; it must give None or {{'latents': …}} and no other key")
+    latents = given.get("latents", latents)
     if not isinstance(latents, torch.Tensor) or latents.shape != shape:
         found = list(latents.shape) if isinstance(latents, torch.Tensor) else repr(latents)
         raise ValueError(f"callback_on_step_end gave latents {found}; they must be a tensor of shape {list(shape)}")
+    if latents.device != device:
+        raise ValueError(f"callback_on_step_end gave latents on {latents.device}; they must stay on {device}")
     return latents.float()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ def initial_latents(
 ) -> torch.Tensor:
     """fp32 noise [B, C, F, H, W] on `device`: `latents` if given, else drawn from `generator` as diffusers draws it.
 
-    Raises ValueError if `latents` has another shape.
+    Raises ValueError if `latents` has another shape, or NaN or infinity in it.
     """
     if latents is None:
         generator = list(generator) if isinstance(generator, tuple) else generator
@@ -33,17 +34,25 @@ def initial_latents(
     if not isinstance(latents, torch.Tensor) or tuple(latents.shape) != tuple(shape):
         found = f"shape {list(latents.shape)}" if isinstance(latents, torch.Tensor) else repr(latents)
         raise ValueError(f"latents has {found}; these sizes and prompts need a tensor of shape {list(shape)}")
+    if not torch.isfinite(latents).all():
+        raise ValueError("latents hold NaN or infinity; give finite ones, or none to have them drawn")
     return latents.to(device=device, dtype=torch.float32)
 
 
 def decode(
-    vae: torch.nn.Module, latents: torch.Tensor, output_type: str, *, advance: Callable[[], None]
+    vae: torch.nn.Module,
+    latents: torch.Tensor,
+    output_type: str,
+    video_shape: tuple[int, int, int],
+    *,
+    advance: Callable[[], None],
 ) -> tuple[Any, dict[int, str]]:
     """Frames of `latents` [B, C, F, H, W]: "np" [B, F, H, W, 3] and "pt" [B, F, 3, H, W] in 0..1, "pil" image lists;
-    and, for each row whose frames are no usable video, what is wrong with them.
+    and, for each row whose frames are no usable video, what is wrong with them. video_shape: (F, H, W) asked for.
 
     One video at a time, so that memory does not grow with the batch and a video's bits do not depend on it.
     """
+    vae = copy.copy(vae)  # the same weights; what it keeps from frame to frame belongs to this call
     processor = VideoProcessor(vae_scale_factor=vae.config.scale_factor_spatial)
     column = (1, -1, 1, 1, 1)
     mean = torch.tensor(vae.config.latents_mean, dtype=vae.dtype, device=vae.device).view(column)
@@ -55,7 +64,7 @@ def decode(
                 video = vae.decode(row.to(vae.device, vae.dtype) * std + mean, return_dict=False)[0]
         finally:
             vae.clear_cache()
-        if fault := _fault(video[0]):
+        if fault := _fault(video[0], video_shape):
             faults[i] = fault
             video = torch.nan_to_num(video, posinf=1.0, neginf=-1.0)  # so that pictures can be made of it
         clips.append(processor.postprocess_video(video, output_type=output_type))
@@ -67,8 +76,11 @@ def decode(
     return torch.cat(clips) if output_type == "pt" else np.concatenate(clips), faults
 
 
-def _fault(video: torch.Tensor) -> str | None:
+def _fault(video: torch.Tensor, video_shape: tuple[int, int, int]) -> str | None:
     """What is wrong with `video` [3, F, H, W], and what may help; None if nothing is."""
+    if tuple(video.shape[1:]) != tuple(video_shape):
+        found, asked = ("×".join(map(str, shape)) for shape in (video.shape[1:], video_shape))
+        return f"frames×height×width are {found}, not {asked}: the VAE is not the one that its config.json tells"
     span = (video.amax(dim=(2, 3)) - video.amin(dim=(2, 3))).amax(dim=0).tolist()  # one for each frame
     broken = [frame for frame, value in enumerate(span) if not math.isfinite(value)]
     if broken:

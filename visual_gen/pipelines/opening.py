@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import UMT5Config
 
-from visual_gen.checkpoint import CONFIG_FILES, read_json, resolve_folder
+from visual_gen.checkpoint import CONFIG_FILES, resolve_folder
 from visual_gen.config import AttentionConfig
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanConfig, WanTransformer
 from visual_gen.models.wan.geometry import Geometry
-from visual_gen.pipelines.components import check_geometry, check_model_index, load_tokenizer
+from visual_gen.pipelines.components import check_geometry, check_model_index, empty_text_encoder, load_tokenizer
 from visual_gen.pipelines.schedulers import check_flow_shift, make_scheduler
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,6 +27,7 @@ class OpenedPipeline:
     vae_dtype: torch.dtype
     device: torch.device
     attention: AttentionConfig
+    wan: WanConfig
     geometry: Geometry
     scheduler: Any
     tokenizer: Any
@@ -55,19 +55,21 @@ def open_pipeline(
     check_geometry(folder)
     made_scheduler = make_scheduler(folder / "scheduler", scheduler, flow_shift)
     # Without memory for weights: it selects the backends, or says why one cannot serve this model here.
+    wan = WanConfig.from_folder(folder / "transformer")
     WanTransformer(
-        WanConfig.from_folder(folder / "transformer"),
+        wan,
         attention=attention,
         dtype=dtype,
         device=device,
         init_weights=False,
     )
-    vocab_size = read_json(folder / "text_encoder" / "config.json").get("vocab_size", UMT5Config().vocab_size)
+    vocab_size = empty_text_encoder(folder / "text_encoder").config.vocab_size
     return OpenedPipeline(
         dtype=dtype,
         vae_dtype=vae_dtype or dtype,
         device=device,
         attention=attention,
+        wan=wan,
         geometry=Geometry.from_folder(folder),
         scheduler=made_scheduler,
         tokenizer=load_tokenizer(folder / "tokenizer", vocab_size),

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 
-from visual_gen.config import CFG_MODES
+from visual_gen.config import CFG_MODES, check_unicode
 from visual_gen.models.wan.geometry import Geometry
 
+MOST_TEXT_TOKENS = 4096
 OUTPUT_TYPES = ("np", "pil", "pt", "latent")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one call asks for. `negative_prompts` is empty where guidance runs no second branch."""
+    """What one call asks for. `negative_prompts` is empty where guidance runs no second branch. `video_shape` is
+    (frames, height, width) of a clip."""
 
     prompts: list[str]
     negative_prompts: list[str]
     latent_shape: tuple[int, int, int, int, int]
+    video_shape: tuple[int, int, int]
     num_inference_steps: int
     guidance_scale: float
     max_sequence_length: int
@@ -35,6 +40,7 @@ class Request:
 
 def check_request(
     geometry: Geometry,
+    most_steps: int,
     *,
     prompt: str | Sequence[str],
     negative_prompt: str | Sequence[str] | None,
@@ -48,14 +54,16 @@ def check_request(
     output_type: str,
     callback_on_step_end: Callable | None,
 ) -> Request:
-    """The call as a Request. Raises ValueError naming the argument, its value and what would do."""
-    prompts = [prompt] if isinstance(prompt, str) else _texts("prompt", prompt)
+    """The call as a Request; numbers may be numpy's. most_steps: the scheduler's num_train_timesteps. Raises ValueError
+    naming the argument, its value and what would do."""
+    prompts = _texts("prompt", [prompt] if isinstance(prompt, str) else prompt)
     if not prompts:
         raise ValueError("prompt is an empty list; give at least one text ('' is the unconditional one)")
-    latent_shape = geometry.latent_shape(len(prompts), num_frames, height, width)
-    _check_positive("num_inference_steps", num_inference_steps)
-    _check_positive("max_sequence_length", max_sequence_length)
-    if isinstance(guidance_scale, bool) or not isinstance(guidance_scale, int | float):
+    video_shape = (_plain(num_frames), _plain(height), _plain(width))
+    latent_shape = geometry.latent_shape(len(prompts), *video_shape)
+    num_inference_steps = _count("num_inference_steps", num_inference_steps, most_steps, "the scheduler's timesteps")
+    max_sequence_length = _count("max_sequence_length", max_sequence_length, MOST_TEXT_TOKENS, "Wan's is 512")
+    if isinstance(guidance_scale, bool) or not isinstance(guidance_scale, Real):
         raise ValueError(f"guidance_scale is {guidance_scale!r}; it must be a number, 0 or above")
     if not math.isfinite(guidance_scale) or guidance_scale < 0:
         raise ValueError(
@@ -71,6 +79,7 @@ def check_request(
         prompts,
         negative_prompts if guidance_scale > 1 else [],
         latent_shape,
+        video_shape,
         num_inference_steps,
         float(guidance_scale),
         max_sequence_length,
@@ -81,7 +90,7 @@ def check_request(
 
 def _negative_prompts(negative_prompt: str | Sequence[str] | None, batch: int) -> list[str]:
     if negative_prompt is None or isinstance(negative_prompt, str):
-        return [negative_prompt or ""] * batch
+        return _texts("negative_prompt", [negative_prompt or ""]) * batch
     negative_prompts = _texts("negative_prompt", negative_prompt)
     if len(negative_prompts) != batch:
         raise ValueError(
@@ -97,12 +106,25 @@ def _texts(name: str, value: Any) -> list[str]:
     for i, text in enumerate(value):
         if not isinstance(text, str):
             raise ValueError(f"{name}[{i}] is {text!r} ({type(text).__name__}); it must be a text")
+        check_unicode(name, text)
     return list(value)
 
 
-def _check_positive(name: str, value: Any) -> None:
+def _plain(value: Any) -> Any:
+    """`value` as Python's int if it is an integer of any library; else as it is, to be refused."""
+    try:
+        return value if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return value
+
+
+def _count(name: str, value: Any, most: int, why: str) -> int:
+    value = _plain(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+    if value > most:
+        raise ValueError(f"{name} is {value}; it must be at most {most} ({why})")
+    return value
 
 
 def check_generators(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +79,11 @@ class HostCoefficientUniPC(UniPCMultistepScheduler):
         return out.add_(correction if residual is None else correction.add_(residual), alpha=float(c_res))
 
 
-def check_flow_shift(flow_shift: float | None) -> None:
+def check_flow_shift(flow_shift: float | None, *, allow_none: bool = True) -> None:
     """Raise ValueError unless `flow_shift` is None or a finite number above 0."""
-    if flow_shift is None:
+    if flow_shift is None and allow_none:
         return
-    if isinstance(flow_shift, bool) or not isinstance(flow_shift, int | float):
+    if isinstance(flow_shift, bool) or not isinstance(flow_shift, Real):
         raise ValueError(f"flow_shift is {flow_shift!r}; it must be a number above 0 (Wan: 3 at 480p, 5 at 720p)")
     if not math.isfinite(flow_shift) or flow_shift <= 0:
         raise ValueError(f"flow_shift is {flow_shift}; it must be finite and above 0 (Wan: 3 at 480p, 5 at 720p)")
@@ -93,7 +95,7 @@ def make_scheduler(
     """The scheduler that `folder`/scheduler_config.json describes, or another by `name`, with its shift or another.
 
     name: None, "unipc" or "euler". flow_shift: None keeps the folder's. Raises ValueError on anything else, and
-    CheckpointError (a ValueError) on a folder whose scheduler does not do flow matching.
+    CheckpointError (a ValueError) on a folder whose scheduler does not do flow matching or cannot be made.
     """
     if name is not None and name not in SCHEDULER_NAMES.values():
         raise ValueError(f"scheduler is {name!r}; it must be None (what the checkpoint says), 'unipc' or 'euler'")
@@ -116,7 +118,21 @@ def make_scheduler(
     if unserved:
         raise CheckpointError(f"{path} sets {', '.join(unserved)}, which this pipeline does not serve: remove it")
     shift = flow_shift if flow_shift is not None else config.get("flow_shift", config.get("shift", 1.0))
-    if (name or SCHEDULER_NAMES[stored]) == "euler":
+    try:
+        check_flow_shift(shift, allow_none=False)
+        made = _from_config(config, name or SCHEDULER_NAMES[stored], float(shift))
+        copy.deepcopy(made).set_timesteps(2)
+    except Exception as error:  # whatever diffusers meets in values of another kind
+        raise CheckpointError(f"{path} describes no scheduler that can be made ({error}): download it again") from error
+    return made
+
+
+def _from_config(config: dict, name: str, shift: float) -> HostCoefficientUniPC | FlowMatchEulerDiscreteScheduler:
+    for key, default in (("num_train_timesteps", 1000), ("solver_order", 2)):
+        value = config.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{key} is {value!r}; it must be an integer of at least 1")
+    if name == "euler":
         return FlowMatchEulerDiscreteScheduler.from_config(config, shift=shift)
     return HostCoefficientUniPC.from_config(
         config, flow_shift=shift, prediction_type="flow_prediction", use_flow_sigmas=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from visual_gen.pipelines.recommended import read_recommended, recommended_warni
 from visual_gen.pipelines.request import Request, check_generators, check_request
 from visual_gen.pipelines.schedulers import SCHEDULER_NAMES
 from visual_gen.pipelines.text import TextRows, encode, text_warnings, tokenize_all
+from visual_gen.runtime.memory import check_memory, request_bytes
 from visual_gen.runtime.record import RunClock, RunRecord
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,8 @@ class WanPipelineOutput:
 
 
 class WanPipeline:
-    """Wan text-to-video. Made by `from_pretrained`; a call gives the frames that diffusers' WanPipeline gives."""
+    """Wan text-to-video. Made by `from_pretrained`; a call gives the frames that diffusers' WanPipeline gives. Calls
+    may overlap, from several threads or from a callback."""
 
     def __init__(
         self,
@@ -71,8 +74,14 @@ class WanPipeline:
         Of `call`, all that describes the request is needed (prompt, sizes, …); output_type may be left out.
         """
         opened = open_pipeline(folder_or_id, **settings)
-        request = check_request(opened.geometry, **({"output_type": "np", "callback_on_step_end": None} | dict(call)))
-        tokenize_all(opened.tokenizer, (*request.prompts, *request.negative_prompts), request.max_sequence_length)
+        request = check_request(
+            opened.geometry,
+            opened.scheduler.config.num_train_timesteps,
+            **({"output_type": "np", "callback_on_step_end": None} | dict(call)),
+        )
+        texts = (*request.prompts, *request.negative_prompts)
+        rows = tokenize_all(opened.tokenizer, texts, request.max_sequence_length)
+        check_memory(request_bytes(opened.wan, request, rows, opened.attention.cross_kv, opened.dtype), opened.device)
 
     @classmethod
     def from_pretrained(
@@ -163,20 +172,26 @@ class WanPipeline:
         step, or if a clip's frames are not finite or of one colour: all clips, the good ones too, are in that error.
         """
         request = check_request(
-            self.geometry, prompt=prompt, negative_prompt=negative_prompt, height=height, width=width,
-            num_frames=num_frames, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale,
-            max_sequence_length=max_sequence_length, cfg=cfg, output_type=output_type,
+            self.geometry, self.scheduler.config.num_train_timesteps, prompt=prompt, negative_prompt=negative_prompt,
+            height=height, width=width, num_frames=num_frames, num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale, max_sequence_length=max_sequence_length, cfg=cfg, output_type=output_type,
             callback_on_step_end=callback_on_step_end,
         )  # fmt: skip
+        num_frames, height, width = request.video_shape
+        max_sequence_length, guidance_scale = request.max_sequence_length, request.guidance_scale
         check_generators(generator, len(request.prompts), self.device)
         batch = len(request.prompts)
         texts = (*request.prompts, *request.negative_prompts)
         rows = tokenize_all(self.tokenizer, texts, max_sequence_length)
+        check_memory(
+            request_bytes(self.transformer.config, request, rows, self.attention.cross_kv, self.dtype), self.device
+        )
         noise = initial_latents(request.latent_shape, generator, latents, self.device)
 
         record = self._new_record(request)
         record.settings = {
-            "height": height, "width": width, "num_frames": num_frames, "num_inference_steps": num_inference_steps,
+            "height": height, "width": width, "num_frames": num_frames,
+            "num_inference_steps": request.num_inference_steps,
             "guidance_scale": guidance_scale, "max_sequence_length": max_sequence_length, "cfg": cfg,
         }  # fmt: skip
         record.warnings = recommended_warnings(
@@ -231,8 +246,10 @@ class WanPipeline:
         record: RunRecord,
         callback: Callable[..., dict | None] | None,
     ) -> torch.Tensor:
-        self.scheduler.set_timesteps(request.num_inference_steps, device=self.device)
-        bar = bars.stage("denoise", total=len(self.scheduler.timesteps))
+        # One of its own: threads, and a call from a callback, may be at other steps of theirs.
+        scheduler = copy.deepcopy(self.scheduler)
+        scheduler.set_timesteps(request.num_inference_steps, device=self.device)
+        bar = bars.stage("denoise", total=len(scheduler.timesteps))
         with torch.inference_mode():
             model = GuidedModel(
                 self.transformer, text, negative, request.guidance_scale, batched=request.cfg == "batched"
@@ -245,20 +262,20 @@ class WanPipeline:
 
             final = denoise(
                 model,
-                self.scheduler,
+                scheduler,
                 noise,
                 on_step=on_step,
                 callback=None if callback is None else lambda *step: callback(self, *step),
             )
         record.transformer_forwards = model.forwards
-        record.timesteps = [float(timestep) for timestep in self.scheduler.timesteps.tolist()]
+        record.timesteps = [float(timestep) for timestep in scheduler.timesteps.tolist()]
         return final
 
     def _decode(self, request: Request, latents: torch.Tensor, bars: StageProgress) -> tuple[Any, dict[int, str]]:
         if request.output_type == "latent":
             return latents.clone(), {}  # out of inference mode, so that the caller may do anything with it
         advance = bars.stage("decode", total=len(request.prompts)).advance
-        return decode(self.vae, latents, request.output_type, advance=advance)
+        return decode(self.vae, latents, request.output_type, request.video_shape, advance=advance)
 
     def _new_record(self, request: Request) -> RunRecord:
         record = RunRecord(

@@ -38,11 +38,11 @@ def flops(
     }
 
 
-def text_kv_bytes(wan: WanConfig, mode: str, lens: Sequence[int], text_length: int, config: RunConfig) -> int:
+def text_kv_bytes(wan: WanConfig, mode: str, lens: Sequence[int], text_length: int, dtype: torch.dtype) -> int:
     """Bytes of the text's keys and values in all layers. packed_pad_exact keeps one more row for all pads together."""
     padded = mode == "packed_pad_exact" and min(lens) < text_length
     rows = len(lens) * text_length if mode == "padded" else sum(lens) + padded
-    return 2 * rows * wan.hidden_size * wan.num_layers * config.torch_dtype().itemsize
+    return 2 * rows * wan.hidden_size * wan.num_layers * dtype.itemsize
 
 
 def activation_bytes(

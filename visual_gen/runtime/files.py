@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[Path]:
-    """Gives a temporary path beside `path`, which takes its place at the end, or is removed after any exception."""
+    """Gives a temporary path beside `path`, which takes its place at the end, or is removed after any exception. The
+    folder is made if there is none."""
     path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Short, and not made from the name, which may be as long as the system lets it.
+    part = path.with_name(f".{secrets.token_hex(6)}.part")
     try:
         yield part
         os.replace(part, path)
@@ -23,20 +27,37 @@ def written_whole(path: str | Path) -> Iterator[Path]:
 
 
 def check_writable(path: str | Path) -> None:
-    """Make sure before any work that `path` can be written, making its folder if there is none.
+    """Make sure before any work that `path` can be written, in a folder that there may not be yet. Leaves nothing.
 
     An existing file may be there: it is replaced at the end. Raises ValueError if something that is no file is there,
     and OSError, naming the path, if nothing can be written in its folder.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: is a {'folder' if path.is_dir() else 'device'}, not a file; name a file to write")
+    made: list[Path] = []
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in reversed(path.parents):
+            if not folder.exists():
+                folder.mkdir()
+                made.append(folder)
+        if path.exists() and not path.is_file():  # a name that is too long is an OSError here
+            kind = "folder" if path.is_dir() else "device"
+            raise ValueError(f"{path}: is a {kind}, not a file; name a file to write")
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         raise type(error)(f"cannot write {path} ({error.strerror}); name another output") from error
+    finally:
+        for folder in reversed(made):
+            with suppress(OSError):  # somebody else's file is in it by now
+                folder.rmdir()
+
+
+def expanded(path: str) -> Path:
+    """`path` with ~ and ~user resolved. Raises ValueError where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}; write the path out") from None
 
 
 def report_paths(video: str | Path) -> tuple[Path, Path]:

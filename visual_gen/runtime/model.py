@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def find_model(config: RunConfig) -> Model | None:
         near = difflib.get_close_matches(preset.lower(), WAN_PRESETS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"model.preset = {preset!r}: wants one of {', '.join(WAN_PRESETS)}{hint}")
-    if path not in PACKAGED_CHECKPOINTS and not Path(path).expanduser().is_dir():
+    if path not in PACKAGED_CHECKPOINTS and not os.path.isdir(os.path.expanduser(path)):
         return None if preset is None else _from_preset(preset)
     model = _from_folder(resolve_folder(path))
     if preset is not None and (differences := _differences(_from_preset(preset), model)):

@@ -83,7 +83,8 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None) -> Plan:
         init_weights=False,
     )
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in weights.parameters())
-    text_kv = {mode: text_kv_bytes(wan, mode, lens, generation.max_sequence_length, config) for mode in CROSS_KV_MODES}
+    text_length, dtype = generation.max_sequence_length, config.torch_dtype()
+    text_kv = {mode: text_kv_bytes(wan, mode, lens, text_length, dtype) for mode in CROSS_KV_MODES}
     text_kv_now = text_kv[config.attention.cross_kv] + image_kv_bytes(wan, len(lens), config)
     activations = activation_bytes(wan, rows, tokens, config.torch_dtype(), model.timestep_per_token)
     parts = {"text_encoder": model.text_encoder, "vae": model.vae}

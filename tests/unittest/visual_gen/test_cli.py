@@ -139,6 +139,7 @@ def test_a_backend_name_reaches_the_loading(generate, stub, key):
 def test_the_device_reaches_the_loading(generate, stub, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("visual_gen.runtime.memory.available_bytes", lambda device: None)
     for setting, device in (("auto", "cuda"), ("cpu", "cpu"), ("cuda:0", "cuda:0")):
         assert generate("--set", f"device={setting}") == 0
         assert stub.loaded["device"] == torch.device(device)
@@ -184,6 +185,12 @@ def test_an_existing_output_is_replaced(generate, tmp_path):
         (["--set", "generation.num_inference_steps=0"], "generation.num_inference_steps = 0: wants 1 or more"),
         (["--set", "generation.guidance_scale=-1"], "generation.guidance_scale = -1: wants 0 or more"),
         (["--set", "generation.hight=96"], "generation.hight: unknown key; did you mean height?"),
+        (["--set", "generatoin.height=96"], "--set generatoin.height=96: generatoin: unknown key"),
+        (["--output", "~nosuchuser/x.mp4"], "~nosuchuser/x.mp4: "),
+        (["--output", "a" * 245 + ".mp4"], ".report.json (File name too long)"),
+        (["--output", "\udcff.mp4"], "--output: output.path = '\\udcff.mp4': wants whole characters"),
+        (["--prompt", "a\udcff"], "--prompt: generation.prompt = ['a\\udcff']: wants whole characters"),
+        (["--set", 'generation.negative_prompt="\\ud800"'], "generation.negative_prompt = '\\ud800': wants whole"),
         (["--seed", "-1"], "--seed: generation.seed = -1: wants 0 or more"),
         (["--output", "out.avi"], "output.path = 'out.avi': wants a name that ends in .mp4"),
         (["--output", "/proc/none/out.mp4"], "cannot write /proc/none/out.mp4"),
@@ -214,6 +221,9 @@ def test_bad_input_is_one_line_and_exit_code_2_before_anything_loads(generate, s
         ("attention.cross_image=sdpa", "this model has no image inputs"),
         ("device=cuda:77", "device is 'cuda:77'"),
         ("model.path=nowhere", "checkpoint folder 'nowhere' not found"),
+        ("model.path=~nosuchuser/x", "checkpoint folder '~nosuchuser/x' not found"),
+        ("generation.max_sequence_length=4097", "max_sequence_length is 4097; it must be at most 4096"),
+        ("generation.num_inference_steps=1001", "num_inference_steps is 1001; it must be at most 1000"),
     ],
 )
 def test_what_the_model_cannot_serve_is_bad_input_before_any_weights(tmp_path, monkeypatch, capsys, setting, said):
@@ -237,6 +247,21 @@ def test_a_text_length_below_the_special_tokens_is_bad_input_before_any_weights(
     short = ["--set", "generation.max_sequence_length=1", "--output", str(tmp_path / "a.mp4")]
     assert main(["generate", "--config", SHAPES, "--prompt", "a", *short]) == 2
     assert "special tokens alone take 2" in capsys.readouterr().err
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path, capsys):
+    output = ["--output", str(tmp_path / "new" / "deep" / "v.mp4"), "--set", "generation.height=90"]
+    assert main(["generate", "--config", SHAPES, "--prompt", "a", *output]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_does_not_fit_with_its_weights_is_refused(generate, stub, monkeypatch, capsys):
+    stub.loaded = None
+    monkeypatch.setattr("visual_gen.runtime.memory.available_bytes", lambda device: 2**20)
+    assert generate("--set", "device=cpu") == 2
+    err = capsys.readouterr().err
+    assert "with the weights of this request needs about" in err and "cpu has 1 MiB left" in err and "plan" in err
+    assert stub.loaded is None
 
 
 def test_a_report_that_cannot_be_written_is_bad_input_before_anything_loads(generate, stub, tmp_path, capsys):

@@ -5,6 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from visual_gen.config import ConfigError, Override, RunConfig, load_config
+from visual_gen.device import find_device
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 MINIMAL = "model: {path: wan-shapes}\n"
@@ -187,6 +188,10 @@ def test_each_prompt_has_its_own_seed(load):
 
 def test_dtype_becomes_torchs(load):
     assert load(MINIMAL, "dtype=bfloat16").torch_dtype() is torch.bfloat16
+
+
+def test_the_cpu_has_one_name():
+    assert find_device("cpu:0") == torch.device("cpu")
 
 
 def test_auto_takes_cuda_only_where_it_is(load, monkeypatch):

@@ -87,7 +87,7 @@ def test_text_kv_bytes_are_those_of_projected_text(mode, lens, dtype):
     model = WanTransformer(SMALL, attention={"cross_kv": mode}, dtype=config.torch_dtype())
     with torch.inference_mode():
         text_kv = model.project_text(torch.zeros(2, 12, SMALL.text_dim), lens)
-    assert text_kv_bytes(SMALL, mode, lens, 12, config) == text_kv.num_bytes
+    assert text_kv_bytes(SMALL, mode, lens, 12, config.torch_dtype()) == text_kv.num_bytes
 
 
 @pytest.mark.parametrize("per_token", [False, True])

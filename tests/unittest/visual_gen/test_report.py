@@ -111,9 +111,27 @@ def test_a_file_is_whole_or_absent(tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
 
 
-def test_writable_paths_get_their_folder_and_no_file(tmp_path):
-    check_writable(tmp_path / "new" / "deep" / "a.mp4")
-    assert list((tmp_path / "new" / "deep").iterdir()) == []
+def test_a_file_gets_its_folder_when_it_is_written_and_not_before(tmp_path):
+    file = tmp_path / "new" / "deep" / "a.mp4"
+    check_writable(file)
+    assert list(tmp_path.iterdir()) == []
+    with written_whole(file) as part:
+        part.touch()
+    assert file.exists()
+
+
+def test_a_name_as_long_as_it_may_be_is_written_and_a_longer_one_is_refused(tmp_path):
+    file = tmp_path / ("a" * 251 + ".mp4")
+    check_writable(file)
+    with written_whole(file) as part:
+        part.touch()
+    assert list(tmp_path.iterdir()) == [file]
+    for longer in (tmp_path / ("a" * 252 + ".mp4"), tmp_path / ("a" * 256) / "a.mp4"):
+        with pytest.raises(OSError, match=r"cannot write .* \(File name too long\); name another output"):
+            check_writable(longer)
+
+
+def test_writable_paths_keep_the_file_that_is_there(tmp_path):
     (tmp_path / "old.mp4").write_bytes(b"old")
     check_writable(tmp_path / "old.mp4")
     assert (tmp_path / "old.mp4").read_bytes() == b"old"

@@ -1,5 +1,6 @@
 """Folders that a pipeline loads, and those it refuses before any weights are read."""
 
+import json
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from visual_gen.checkpoint import CheckpointError, WeightFiles
 from visual_gen.models.wan import WanTransformer
 from visual_gen.pipelines import WanPipeline
 from visual_gen.pipelines.components import load_text_encoder, load_tokenizer, load_vae
+from visual_gen.pipelines.recommended import read_recommended
 
 CPU = torch.device("cpu")
 VAE, TEXT = "vae/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"
@@ -51,6 +53,22 @@ def rewrite_weights(path, change):
         ("transformer/config.json", {"image_dim": 1280}, "an image-to-video transformer, which .* not serve yet"),
         ("vae/config.json", {"_class_name": "AutoencoderKL"}, "needs 'AutoencoderKLWan'"),
         ("vae/config.json", {"latents_mean": [0.0]}, "1 latents_mean for"),
+        (
+            "model_index.json",
+            {"vae": "AutoencoderKLWan"},
+            r"'AutoencoderKLWan' as vae; it must be a pair \[library, class",
+        ),
+        ("model_index.json", {"transformer_2": [None]}, r"\[None\] as transformer_2; it must be a pair"),
+        ("vae/config.json", {"scale_factor_spatial": 16}, "scale_factor_spatial 16, but its dim_mult .* make 8"),
+        ("vae/config.json", {"scale_factor_temporal": 8}, "scale_factor_temporal 8, but .* make 4"),
+        ("vae/config.json", {"patch_size": 2}, "scale_factor_spatial 8, but .* patch_size 2 make 16"),
+        ("vae/config.json", {"temperal_downsample": [True] * 3}, "scale_factor_temporal 4, but .* make 8"),
+        ("vae/config.json", {"dim_mult": "wide"}, "vae/config.json describes no VAE"),
+        ("vae/config.json", {"latents_mean": None}, "latents_mean None; it must be a list"),
+        ("vae/config.json", {"latents_mean": ["0"] * 8}, "'0' in latents_mean; they must be finite numbers"),
+        ("vae/config.json", {"latents_std": [1.0] * 7 + [0]}, "0 in latents_std; they must be numbers above 0"),
+        ("text_encoder/config.json", {"num_layers": "two"}, "text_encoder/config.json describes no text encoder"),
+        ("text_encoder/config.json", {"feed_forward_proj": "x-y-z"}, "text_encoder/config.json describes no text enc"),
         ("text_encoder/config.json", {"vocab_size": 5}, "tokens, but the text encoder only 5"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -74,6 +92,7 @@ def test_a_folder_that_is_not_wans_is_refused_with_the_reason(copied, file, chan
         "transformer/diffusion_pytorch_model.safetensors.index.json",
         "scheduler/scheduler_config.json",
         "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
     ],
 )
 def test_a_missing_file_is_named(copied, missing):
@@ -81,6 +100,42 @@ def test_a_missing_file_is_named(copied, missing):
     with pytest.raises(CheckpointError, match="download|give a folder") as error:
         WanPipeline.from_pretrained(copied.folder, progress=False)
     assert missing in str(error.value) or missing == "tokenizer/tokenizer.json"
+
+
+def test_statistics_that_the_vae_leaves_out_are_not_those_of_another(copied):
+    content = json.loads((copied.folder / "vae/config.json").read_text())
+    del content["latents_std"]
+    (copied.folder / "vae/config.json").unlink()
+    (copied.folder / "vae/config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="latents_std None; it must be a list"):
+        WanPipeline.from_pretrained(copied.folder, progress=False)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"sizes": 3, "num_frames": ["x"], "max_sequence_length": [1]}'])
+def test_advice_that_is_damaged_is_a_warning(copied, caplog, content):
+    (copied.folder / "recommended.json").unlink()
+    (copied.folder / "recommended.json").write_text(content)
+    assert read_recommended(copied.folder) == {}
+    assert str(copied.folder / "recommended.json") in caplog.text
+
+
+def test_a_tokenizer_config_that_is_a_list_is_named(copied):
+    file = copied.folder / "tokenizer/tokenizer_config.json"
+    file.unlink()
+    file.write_text("[]")
+    with pytest.raises(CheckpointError, match="tokenizer_config.json holds a JSON list"):
+        load_tokenizer(copied.folder / "tokenizer", 96)
+
+
+def test_quantised_weights_of_text_encoder_and_vae_are_refused(copied):
+    name = "encoder.final_layer_norm.weight"
+    rewrite_weights(copied.folder / TEXT, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
+    with pytest.raises(CheckpointError, match=f"{TEXT} stores '{name}' as int8"):
+        load_text_encoder(copied.folder / "text_encoder", dtype=torch.float32, device=CPU)
+    name = "post_quant_conv.bias"
+    rewrite_weights(copied.folder / VAE, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    with pytest.raises(CheckpointError, match=f"{VAE} stores '{name}' as float8_e4m3fn"):
+        load_vae(copied.folder / "vae", dtype=torch.float32, device=CPU)
 
 
 def test_a_missing_or_truncated_shard_is_named_before_anything_is_loaded(copied, monkeypatch):

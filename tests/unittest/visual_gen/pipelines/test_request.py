@@ -1,5 +1,9 @@
 """Bad arguments of a pipeline call, which are refused before any work."""
 
+import json
+from dataclasses import asdict
+
+import numpy as np
 import pytest
 import torch
 
@@ -25,11 +29,17 @@ WAN = Geometry(spatial_scale=8, temporal_scale=4, patch_size=(1, 2, 2), channels
         ({"num_inference_steps": 0}, r"num_inference_steps is 0; it must be an integer of at least 1"),
         ({"num_inference_steps": -1}, r"num_inference_steps is -1"),
         ({"num_inference_steps": 2.5}, r"num_inference_steps is 2.5"),
+        ({"num_inference_steps": 1001}, r"num_inference_steps is 1001; it must be at most 1000"),
+        ({"num_inference_steps": np.bool_(True)}, r"num_inference_steps is .*True"),
         ({"guidance_scale": -0.5}, r"guidance_scale is -0.5; it must be finite and 0 or above"),
         ({"guidance_scale": float("nan")}, r"guidance_scale is nan"),
         ({"guidance_scale": float("inf")}, r"guidance_scale is inf"),
         ({"guidance_scale": "4"}, r"guidance_scale is '4'; it must be a number"),
         ({"max_sequence_length": 0}, r"max_sequence_length is 0"),
+        ({"max_sequence_length": 4097}, r"max_sequence_length is 4097; it must be at most 4096"),
+        ({"prompt": "a \udcff"}, r"prompt is 'a \\udcff'; it must be whole characters"),
+        ({"negative_prompt": "\udcff"}, r"negative_prompt is '\\udcff'; it must be whole characters"),
+        ({"height": 16384, "width": 16384, "num_frames": 4093}, r"needs about .* TiB, and cpu has .* left: .*plan"),
         ({"cfg": "both"}, r"cfg is 'both'; it must be one of 'batched', 'sequential'"),
         ({"output_type": "mp4"}, r"output_type is 'mp4'; it must be one of 'np', 'pil', 'pt', 'latent'"),
         ({"callback_on_step_end": 3}, r"callback_on_step_end is 3; it must be callable"),
@@ -44,6 +54,7 @@ WAN = Geometry(spatial_scale=8, temporal_scale=4, patch_size=(1, 2, 2), channels
         ({"generator": [7]}, r"generator is \[7\]"),
         ({"latents": torch.zeros(1, 8, 2, 4, 4)}, r"latents has shape \[1, 8, 2, 4, 4\]; .* shape \[1, 8, 2, 4, 6\]"),
         ({"latents": "noise"}, r"latents has 'noise'"),
+        ({"latents": torch.full((1, 8, 2, 4, 6), float("nan"))}, r"latents hold NaN or infinity"),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items())[:40] if isinstance(value, dict) else "",
 )
@@ -53,6 +64,14 @@ def test_a_bad_argument_is_refused_before_any_work(pipe, counted, settings, said
     with pytest.raises(ValueError, match=said):
         pipe(**{**call, **settings}, progress=False)
     assert counted == {"batches": [], "text_lens": []}
+
+
+def test_numbers_of_numpy_are_numbers(generate):
+    sizes = {"height": np.int64(32), "width": np.int32(48), "num_frames": np.int64(5)}
+    others = {"num_inference_steps": np.int64(3), "max_sequence_length": np.int16(48), "guidance_scale": np.float32(2)}
+    record = generate(**sizes, **others).record
+    assert json.dumps(asdict(record))
+    assert record.settings == generate(guidance_scale=2.0).record.settings
 
 
 @pytest.mark.parametrize(

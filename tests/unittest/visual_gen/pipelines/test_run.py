@@ -2,9 +2,11 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -81,6 +83,43 @@ def test_latents_of_another_shape_from_the_callback_are_refused(generate):
         generate(callback_on_step_end=lambda *_: {"latents": torch.zeros(1)})
 
 
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (False, "gave bool; it must give None or {'latents'"),
+        (torch.zeros(1), "gave Tensor; it must give None"),
+        ({"latent": 1}, "gave a dict with 'latent'; it must give None"),
+        ({"latents": None}, "gave latents None; they must be a tensor"),
+        ({"latents": torch.zeros(1, 8, 2, 4, 6, device="meta")}, "gave latents on meta; they must stay on cpu"),
+    ],
+)
+def test_a_callback_gives_none_or_latents_and_nothing_else(generate, given, said):
+    with pytest.raises(ValueError, match=re.escape(f"callback_on_step_end {said}")):
+        generate(callback_on_step_end=lambda *_: given)
+
+
+@pytest.mark.parametrize("scheduler", ["unipc", "euler"])
+def test_a_call_from_a_callback_changes_neither_video(scheduler, request):
+    pipe = request.getfixturevalue("pipe" if scheduler == "unipc" else "euler_pipe")
+
+    def generate(steps, **settings):
+        generator = torch.Generator().manual_seed(steps)
+        sizes = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": steps, "progress": False}
+        return pipe("a star", generator=generator, **sizes, **settings).frames
+
+    alone, inner = {steps: generate(steps) for steps in (3, 4)}, []
+    outer = generate(4, callback_on_step_end=lambda pipe, step, *_: inner.append(generate(3)) if step == 1 else None)
+    assert np.array_equal(outer, alone[4]) and np.array_equal(inner[0], alone[3])
+
+
+def test_threads_share_a_pipeline(generate):
+    alone = [generate(seed=seed, num_inference_steps=2 + seed).frames for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(generate, seed=seed % 4, num_inference_steps=2 + seed % 4) for seed in range(12)]
+    for i, call in enumerate(calls):
+        assert np.abs(call.result().frames - alone[i % 4]).max() < 1e-4
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_broken_latents_are_an_error_that_names_step_and_prompt(generate, value):
     calls = []
@@ -136,8 +175,9 @@ def test_broken_weights_are_found_at_the_first_step(pipe, generate, monkeypatch)
         (lambda video: torch.full_like(video, -1.0), r"prompt 0: frame\(s\) 0 to 4 of 5 are of one colour"),
         (lambda video: video.index_fill(2, torch.tensor([3]), 0.5), r"step 3, .* frame\(s\) 3 of 5 are of one colour"),
         (lambda video: video.index_fill(2, torch.tensor([0, 2]), float("nan")), r"frame\(s\) 0, 2 of 5 hold NaN"),
+        (lambda video: video[..., :24], "frames×height×width are 5×32×24, not 5×32×48: the VAE is not"),
     ],
-    ids=["constant-video", "constant-frame", "nan-frames"],
+    ids=["constant-video", "constant-frame", "nan-frames", "other-size"],
 )
 def test_frames_that_are_no_picture_are_an_error_that_keeps_the_latents(pipe, generate, monkeypatch, pixels, said):
     decode = pipe.vae.decode

@@ -1,5 +1,6 @@
 """The pipeline's schedulers against diffusers' own."""
 
+import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
@@ -84,6 +85,11 @@ def test_a_shift_that_is_no_positive_number_is_refused(flow_shift):
         make_scheduler(resolve_folder("wan-shapes") / "scheduler", None, flow_shift)
 
 
+def test_a_shift_of_numpy_is_a_number():
+    made = make_scheduler(resolve_folder("wan-shapes") / "scheduler", None, np.float32(5))
+    assert made.config.flow_shift == 5 and type(made.config.flow_shift) is float
+
+
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match="scheduler is 'ddim'; it must be None .*, 'unipc' or 'euler'"):
         make_scheduler(resolve_folder("wan-shapes") / "scheduler", "ddim")
@@ -96,6 +102,12 @@ def test_an_unknown_name_is_refused():
         ({"prediction_type": "epsilon"}, "Wan needs prediction_type 'flow_prediction'"),
         ({"use_flow_sigmas": False}, "Wan needs"),
         ({"use_dynamic_shifting": True}, "sets use_dynamic_shifting"),
+        ({"flow_shift": None}, "scheduler_config.json .*flow_shift is None"),
+        ({"flow_shift": 0}, "scheduler_config.json .*flow_shift is 0"),
+        ({"flow_shift": "3"}, "scheduler_config.json .*flow_shift is '3'"),
+        ({"num_train_timesteps": 0}, "scheduler_config.json .*num_train_timesteps is 0"),
+        ({"solver_type": "magic"}, "scheduler_config.json .*magic"),
+        ({"solver_order": 0}, "scheduler_config.json .*solver_order is 0"),
     ],
 )
 def test_a_folder_whose_scheduler_is_no_wan_scheduler_is_refused(copied, changes, said):
