@@ -23,30 +23,9 @@ class FlashAttention4Backend(AttentionBackend):
     """
 
     name: ClassVar[str] = "flash_attn4"
-
-    @classmethod
-    def supports_varlen(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_padding_mask(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_paged_kv(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_lse(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_repeated_last_key(cls) -> bool:
-        return True
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        {"varlen", "padding_mask", "paged_kv", "lse", "causal", "repeated_last_key"}
+    )
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

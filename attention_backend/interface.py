@@ -80,12 +80,13 @@ class AttentionSpec:
 class AttentionBackend(ABC):
     """One attention kernel family behind one `forward`. Stateless apart from its spec; not an nn.Module.
 
-    A subclass sets `name`, overrides the `supports_*` that hold for it, and implements `attend`; `forward` has checked
-    the call by then. Capabilities are read from instances too, so a wrapper can narrow what it wraps.
+    A subclass sets `name` and `capabilities`, and implements `attend`; `forward` has checked the call by then.
+    Capabilities are asked through the `supports_*` methods, of instances too, so a wrapper can narrow what it wraps.
     """
 
     name: ClassVar[str]
     preferred_layout: ClassVar[AttentionTensorLayout] = AttentionTensorLayout.NHD
+    capabilities: ClassVar[frozenset[str]] = frozenset()  # names of the supports_* methods, without "supports_"
 
     def __init__(self, spec: AttentionSpec) -> None:
         reasons = self.unsupported_reasons(spec)
@@ -99,37 +100,37 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_varlen(cls) -> bool:
         """K/V packed as [total_kv, Hkv, D] (PackedKV), with padded or packed Q."""
-        return False
+        return "varlen" in cls.capabilities
 
     @classmethod
     def supports_padding_mask(cls) -> bool:
         """Key lengths over padded K/V (PaddedKV)."""
-        return False
+        return "padding_mask" in cls.capabilities
 
     @classmethod
     def supports_paged_kv(cls) -> bool:
         """K/V in block pools read through a block table (PagedKV)."""
-        return False
+        return "paged_kv" in cls.capabilities
 
     @classmethod
     def supports_lse(cls) -> bool:
         """The fp32 natural-log sum of exponentials beside the output."""
-        return False
+        return "lse" in cls.capabilities
 
     @classmethod
     def supports_causal(cls) -> bool:
         """Causal masking aligned bottom-right: the last query sees every key."""
-        return False
+        return "causal" in cls.capabilities
 
     @classmethod
     def supports_repeated_last_key(cls) -> bool:
         """Packed sequences whose last key stands for several equal ones (PackedKV.last_key_repeats_to)."""
-        return False
+        return "repeated_last_key" in cls.capabilities
 
     @classmethod
     def supports_grad(cls) -> bool:
         """Gradients to q, k and v."""
-        return False
+        return "grad" in cls.capabilities
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -193,7 +194,10 @@ class AttentionBackend(ABC):
         causal: bool,
         return_lse: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """The kernel call behind `forward`, on checked arguments."""
+        """The kernel call behind `forward`, on checked arguments and with its shapes.
+
+        Returns out, or (out, lse); lse may be None unless return_lse is set.
+        """
 
 
 def _check_capabilities(backend, q, k, v, metadata, causal: bool, return_lse: bool) -> None:

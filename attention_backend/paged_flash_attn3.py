@@ -10,7 +10,7 @@ from attention_backend.interface import AttentionBackend, AttentionBackendError,
 from attention_backend.kernel_probe import NOT_INSTALLED, device_problem, import_problem, kernel_spec_problems
 
 INSTALL = "pip install vllm (its wheel carries the kernels), or sgl-kernel, or flash-attention's hopper/ from source"
-NO_KERNEL_PATH = "FlashAttention-3 and a device for it are here, but this version has no kernel path for it; use sdpa"
+NO_KERNEL_PATH = "this version has no kernel path for FlashAttention-3 yet, whatever is installed; use sdpa"
 COMPUTE_MAJORS = (9,)
 # The PyPI package fa3-fwd is not among them: it has no paged path.
 MODULES = ("flash_attn_interface", "vllm_fa3._vllm_fa3_C", "sgl_kernel.flash_attn")
@@ -20,36 +20,23 @@ class PagedFlashAttention3Backend(AttentionBackend):
     """What the kernel family can do; until its kernel path is written, it is always reported as unavailable."""
 
     name: ClassVar[str] = "paged_flash_attn3"
-
-    @classmethod
-    def supports_varlen(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_padding_mask(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_paged_kv(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_lse(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_causal(cls) -> bool:
-        return True
+    capabilities: ClassVar[frozenset[str]] = frozenset({"varlen", "padding_mask", "paged_kv", "lse", "causal"})
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
+        missing = cls._missing()
+        return f"{NO_KERNEL_PATH} ({missing})" if missing else NO_KERNEL_PATH
+
+    @classmethod
+    def _missing(cls) -> str | None:
+        """What would keep the kernels from running here: no build with a paged path, or no device."""
         if not _in_vllm():
             problems = {module: import_problem(module) for module in MODULES}
             if all(problems.values()):
                 broken = [problem for problem in problems.values() if not problem.endswith(NOT_INSTALLED)]
                 found = "; ".join(broken) or f"none of vllm, {', '.join(MODULES)} is installed"
                 return f"{found}; {INSTALL}"
-        return device_problem(COMPUTE_MAJORS) or NO_KERNEL_PATH
+        return device_problem(COMPUTE_MAJORS)
 
     @classmethod
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:

@@ -30,30 +30,7 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.
 class SDPABackend(AttentionBackend):
     name: ClassVar[str] = "sdpa"
     preferred_layout: ClassVar[AttentionTensorLayout] = AttentionTensorLayout.HND
-
-    @classmethod
-    def supports_varlen(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_padding_mask(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_paged_kv(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_lse(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_grad(cls) -> bool:
-        return True
+    capabilities: ClassVar[frozenset[str]] = frozenset({"varlen", "padding_mask", "paged_kv", "lse", "causal", "grad"})
 
     @classmethod
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:

@@ -8,6 +8,7 @@ from visual_gen import WanPipeline
 from visual_gen.runtime.video import write_video
 
 prompt = sys.argv[1] if len(sys.argv) > 1 else "a green star moving up and right on a navy background"
+# attention={"self": "sdpa", "cross_kv": "packed_pad_exact"} would choose a backend and how text is kept.
 pipe = WanPipeline.from_pretrained("wan-shapes", dtype=torch.float32, device="cpu")
 output = pipe(
     prompt,
@@ -19,5 +20,5 @@ output = pipe(
     max_sequence_length=64,
     generator=torch.Generator().manual_seed(0),
 )
-write_video("video.mp4", output.frames[0], fps=16)
-print(f"video.mp4: {prompt!r}, {sum(output.record.step_seconds):.1f} s of denoising")
+write_video("outputs/video.mp4", output.frames[0], fps=16)
+print(f"outputs/video.mp4: {prompt!r}, {sum(output.record.step_seconds):.1f} s of denoising")

@@ -170,6 +170,15 @@ class RunConfig(_Section):
             raise ConfigError(str(error)) from None
 
 
+def attention_config(value: AttentionConfig | dict | None) -> AttentionConfig:
+    """The attention settings of a Python caller. Raises ConfigError, as a YAML file would, naming key and way out."""
+    try:
+        return AttentionConfig.model_validate({} if value is None else value)
+    except ValidationError as error:
+        problems = (_problem(("attention", *map(str, item["loc"])), item) for item in error.errors())
+        raise ConfigError("\n".join(problems)) from None
+
+
 def parse_override(text: str) -> Override:
     """`"a.b=c"` as an Override; the value is read as YAML. Raises ConfigError."""
     key, equals, value = text.partition("=")

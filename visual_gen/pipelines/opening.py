@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from visual_gen.checkpoint import CONFIG_FILES, resolve_folder
-from visual_gen.config import AttentionConfig
+from visual_gen.config import AttentionConfig, attention_config
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanConfig, WanTransformer
 from visual_gen.models.wan.geometry import Geometry
@@ -49,7 +49,7 @@ def open_pipeline(
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, _DTYPES))}")
     device = find_device(device)
     check_flow_shift(flow_shift)
-    attention = AttentionConfig.model_validate(attention or {})
+    attention = attention_config(attention)
     folder = resolve_folder(folder_or_id, files=CONFIG_FILES)
     check_model_index(folder)
     check_geometry(folder)

@@ -14,7 +14,7 @@ from torch import nn
 from attention_backend import AttentionBackend, AttentionMetadataState, AttentionSpec, Selection, select_backend
 from attention_backend.metadata import host_lens
 from visual_gen.checkpoint import WeightFiles, resolve_folder
-from visual_gen.config import AttentionConfig
+from visual_gen.config import AttentionConfig, attention_config
 from visual_gen.models.wan.block import WanBlock
 from visual_gen.models.wan.config import WanConfig
 from visual_gen.models.wan.embeddings import ImageEmbedding, TextEmbedding, TimeEmbedding
@@ -53,7 +53,7 @@ class WanTransformer(nn.Module):
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(map(str, DTYPES))}")
         self.config = config
-        self.attention = AttentionConfig.model_validate(attention or {})
+        self.attention = attention_config(attention)
         if config.image_dim is None and self.attention.cross_image != "auto":
             raise ValueError(
                 f"attention.cross_image is {self.attention.cross_image!r}, but this model has no image inputs: "

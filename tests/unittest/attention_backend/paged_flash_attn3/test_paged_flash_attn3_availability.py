@@ -51,6 +51,7 @@ def test_nothing_installed(installed):
     reason = FA3.unavailable_reason()
     assert "none of vllm, flash_attn_interface, vllm_fa3._vllm_fa3_C, sgl_kernel.flash_attn is installed" in reason
     assert "pip install vllm" in reason
+    assert reason.startswith("this version has no kernel path"), "installing one would not help"
 
 
 def test_a_build_whose_import_fails_is_named_with_its_cause(installed):
@@ -78,7 +79,8 @@ def test_the_build_in_vllm_is_found_without_importing_vllm(installed, hopper, tm
 def test_it_needs_a_hopper_card(installed, monkeypatch):
     installed({"flash_attn_interface": None})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert FA3.unavailable_reason() == "no CUDA device; it needs a CUDA device of compute capability 9.x"
+    reason = FA3.unavailable_reason()
+    assert reason.endswith("(no CUDA device; it needs a CUDA device of compute capability 9.x)")
 
 
 @pytest.mark.parametrize("head_dim, ok", [(8, True), (72, True), (100, False), (256, True), (320, False)])

@@ -80,8 +80,9 @@ def test_an_image_model_without_its_image_is_refused(inputs):
     [
         ({"self": "FA9"}, "no attention backend 'FA9'"),
         ({"cross_text": "flash_attn4"}, "'flash_attn4' cannot serve cross_text.*would serve: auto, sdpa"),
-        ({"cross_kv": "ragged"}, "cross_kv"),
-        ({"cross": "sdpa"}, "cross"),
+        ({"cross_kv": "ragged"}, r"attention.cross_kv = 'ragged': wants .*packed_pad_exact"),
+        ({"crosskv": "packed"}, r"attention.crosskv: unknown key; did you mean cross_kv\?"),
+        ("packed", "attention = 'packed'"),
         ({"cross_image": "sdpa"}, "cross_image is 'sdpa', but this model has no image inputs"),
     ],
 )
