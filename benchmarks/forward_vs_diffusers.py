@@ -19,9 +19,11 @@ from pathlib import Path
 import torch
 
 from visual_gen.models.wan import WAN_PRESETS, WanTransformer
+from visual_gen.runtime.versions import installed_versions
 
 LATENT = (21, 60, 104)  # 81 frames of 832×480
 TEXT_LENS = (126, 1)
+PACKAGES = ("torch", "diffusers", "flash-attn-4", "nvidia-cutlass-dsl")
 ARMS = {  # name → attention settings
     "auto, padded": {},
     "auto, packed_pad_exact": {"cross_kv": "packed_pad_exact"},
@@ -86,7 +88,7 @@ def main() -> None:
     result = {
         "command": f"python benchmarks/forward_vs_diffusers.py --preset {options.preset} --runs {options.runs}",
         "shape": {"hidden_states": list(x.shape), "text_lens": list(TEXT_LENS), "padded_text_len": 512},
-        "versions": versions(),
+        "versions": {"gpu": torch.cuda.get_device_name(), **installed_versions(PACKAGES)},
         "arms": {
             arm: {
                 "median_ms": round(statistics.median(values[1:]), 1),
@@ -106,18 +108,6 @@ def main() -> None:
 def relative(out: torch.Tensor, expected: torch.Tensor) -> float:
     """RMS difference over the RMS of what is expected."""
     return round(((out.float() - expected.float()).norm() / expected.float().norm()).item(), 5)
-
-
-def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    for package in ("diffusers", "flash-attn-4", "nvidia-cutlass-dsl"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 if __name__ == "__main__":
