@@ -2,7 +2,8 @@
 
 from attention_backend.interface import AttentionBackend, AttentionBackendError, AttentionSpec, AttentionTensorLayout
 from attention_backend.merge import merge_attention, merge_pad_rows
-from attention_backend.metadata import AttentionMetadataState, PackedKV, PackedPadKV, PaddedKV, PagedKV
+from attention_backend.metadata import ExtentKV, PackedKV, PackedPadKV, PaddedKV, PagedKV
+from attention_backend.metadata_state import AttentionMetadataState
 from attention_backend.pad_formulation import pad_formulation
 from attention_backend.selection import (
     AUTO_ORDER,
@@ -20,6 +21,7 @@ __all__ = [
     "AttentionMetadataState",
     "AttentionSpec",
     "AttentionTensorLayout",
+    "ExtentKV",
     "PackedKV",
     "PackedPadKV",
     "PaddedKV",

@@ -13,10 +13,10 @@ from typing import ClassVar
 
 import torch
 
-from attention_backend.metadata import AttentionMetadata, PackedKV, PaddedKV, PagedKV, device_with_index
+from attention_backend.metadata import AttentionMetadata, ExtentKV, PackedKV, PaddedKV, PagedKV, device_with_index
 
 ROLES = ("self", "cross_text", "cross_image")
-NEEDS = frozenset({"varlen", "padding_mask", "lse", "paged_kv", "grad"})
+NEEDS = frozenset({"varlen", "padding_mask", "lse", "paged_kv", "extent_kv", "grad"})
 
 
 class AttentionTensorLayout(Enum):
@@ -113,6 +113,11 @@ class AttentionBackend(ABC):
         return "paged_kv" in cls.capabilities
 
     @classmethod
+    def supports_extent_kv(cls) -> bool:
+        """K/V read in place from anywhere in flat [rows, Hkv, D] (ExtentKV)."""
+        return "extent_kv" in cls.capabilities
+
+    @classmethod
     def supports_lse(cls) -> bool:
         """The fp32 natural-log sum of exponentials beside the output."""
         return "lse" in cls.capabilities
@@ -144,6 +149,7 @@ class AttentionBackend(ABC):
             "varlen": cls.supports_varlen(),
             "padding_mask": cls.supports_padding_mask(),
             "paged_kv": cls.supports_paged_kv(),
+            "extent_kv": cls.supports_extent_kv(),
             "lse": cls.supports_lse(),
             "grad": cls.supports_grad(),
         }
@@ -165,8 +171,9 @@ class AttentionBackend(ABC):
         """softmax(scale · q kᵀ) v over the keys that `metadata` makes visible.
 
         q [B, Sq, H, D], or [total_q, H, D] with cu_seqlens_q. k, v [B, Skv, Hkv, D]; [total_kv, Hkv, D] with PackedKV;
-        pools [blocks, block_size, Hkv, D] with PagedKV. Returns out, shaped and typed like q; with return_lse also
-        the natural-log LSE, [B, H, Sq] or [H, total_q], fp32 (fp64 for fp64 q). A row without keys gives 0 and -inf.
+        flat [rows, Hkv, D] with ExtentKV; pools [blocks, block_size, Hkv, D] with PagedKV. Returns out, shaped and
+        typed like q; with return_lse also the natural-log LSE, [B, H, Sq] or [H, total_q], fp32 (fp64 for fp64 q). A
+        row without keys gives 0 and -inf.
         Raises ValueError if the call contradicts its tensors, its metadata or what this backend can do.
         """
         _check_capabilities(self, q, k, v, metadata, causal, return_lse)
@@ -205,10 +212,12 @@ def _check_capabilities(backend, q, k, v, metadata, causal: bool, return_lse: bo
         PackedKV: ("packed K/V", backend.supports_varlen),
         PaddedKV: ("key lengths", backend.supports_padding_mask),
         PagedKV: ("a block table", backend.supports_paged_kv),
+        ExtentKV: ("extents", backend.supports_extent_kv),
     }
     if metadata is not None:
         if type(metadata) not in needed:
-            raise ValueError(f"metadata is a {type(metadata).__name__}; it must be PaddedKV, PackedKV, PagedKV or None")
+            names = ", ".join(kind.__name__ for kind in needed)
+            raise ValueError(f"metadata is a {type(metadata).__name__}; it must be one of {names}, or None")
         what, supported = needed[type(metadata)]
         if not supported():
             raise AttentionBackendError(f"{backend.name} cannot read {what}; select a backend with that need, or sdpa")
@@ -242,7 +251,7 @@ def _check_tensors(spec: AttentionSpec, q, k, v, metadata) -> None:
     packed_q = metadata is not None and getattr(metadata, "cu_seqlens_q", None) is not None
     q_form = "[total_q, H, D]" if packed_q else "[B, Sq, H, D]"
     kv_form, kv_ndim = "[B, Skv, Hkv, D]", 4
-    if isinstance(metadata, PackedKV):
+    if isinstance(metadata, PackedKV | ExtentKV):
         kv_form, kv_ndim = "[total_kv, Hkv, D]", 3
     elif isinstance(metadata, PagedKV):
         kv_form = "[blocks, block_size, Hkv, D]"

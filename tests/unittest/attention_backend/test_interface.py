@@ -176,7 +176,7 @@ LONG = torch.tensor([3, 6])
         ({}, PagedKV(TABLE, LENS, 6, 12, max_block_id=2), "the block table names block 2 of a pool of 2 blocks"),
         ({}, PaddedKV(LENS, 6, (-1, 3)), r"kv_lens is \(-1, 3\); expected 2 lengths between 0 and 6"),
         ({}, PaddedKV(LENS, 6, (3, 7)), r"kv_lens is \(3, 7\); expected 2 lengths between 0 and 6"),
-        ({}, {"seqused_kv": LENS}, "metadata is a dict; it must be PaddedKV, PackedKV, PagedKV or None"),
+        ({}, {"seqused_kv": LENS}, "metadata is a dict; it must be one of PackedKV, PaddedKV"),
     ],
 )
 def test_calls_that_contradict_themselves_are_refused_with_the_values(change, metadata, message):
