@@ -21,6 +21,7 @@ BOUNCES = {None: (1.6, 2.2), "slow": (1.2, 1.5), "quick": (2.4, 2.8)}
 GROWTH = {None: (1.9, 2.5), "slow": (1.5, 1.7), "quick": (2.7, 3.2)}
 TURN = {None: (1.5, 2.4), "slow": (0.9, 1.2), "quick": (2.8, 3.8)}
 COLOUR_JITTER = 0.015
+PLAIN_MOTIONS = (*DIRECTIONS, "still", "bouncing")
 
 
 @dataclass(frozen=True)
@@ -109,14 +110,18 @@ def place_shape(
 
 def random_clip(
     rng: random.Random, num_frames: int, height: int, width: int,
-    held_out: frozenset[tuple[str, str, str]] = frozenset(), two_shapes: float = 0.1,
+    held_out: frozenset[tuple[str, str, str]] = frozenset(), two_shapes: float = 0.1, spinning: float = 0.0,
 ) -> Clip:
-    """A clip of one shape, or of two with probability `two_shapes`, none in a combination of `held_out`."""
+    """A clip of one shape, or of two with probability `two_shapes`, none in a combination of `held_out`.
+
+    A shape spins with probability `spinning`, and else moves in any way, spinning among them.
+    """
     shapes = []
     # Two shapes differ in colour, or the words could not tell them apart.
     for colour in rng.sample(list(COLOURS), 2 if rng.random() < two_shapes else 1):
+        motions = ("spinning",) if spinning and rng.random() < spinning else MOTIONS
         while True:
-            shape, motion = rng.choice(SHAPES), rng.choice(MOTIONS)
+            shape, motion = rng.choice(SHAPES), rng.choice(motions)
             if visible_combination(shape, motion) and (colour, shape, motion) not in held_out:
                 break
         size = rng.choice((None, None, None, "small", "large"))
@@ -126,6 +131,20 @@ def random_clip(
     background = DEFAULT_BACKGROUND if rng.random() < 0.2 else rng.choice(names)
     rgb = _jittered(rng, BACKGROUNDS[background])
     return Clip(tuple(shapes), background, rgb, num_frames, height, width)
+
+
+def plain_clip(
+    rng: random.Random, num_frames: int, height: int, width: int,
+    held_out: frozenset[tuple[str, str, str]] = frozenset(),
+) -> Clip:
+    """What the empty prompt stands for: one shape that keeps its outline, on the default background."""
+    while True:
+        colour, shape, motion = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.choice(PLAIN_MOTIONS)
+        if (colour, shape, motion) not in held_out:
+            break
+    moving = place_shape(rng, colour, shape, motion, None, None, num_frames, height, width)
+    rgb = _jittered(rng, BACKGROUNDS[DEFAULT_BACKGROUND])
+    return Clip((moving,), DEFAULT_BACKGROUND, rgb, num_frames, height, width)
 
 
 def clip_for(

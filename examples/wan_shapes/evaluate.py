@@ -43,6 +43,7 @@ class Evaluation:
     scores: dict[str, object] = field(default_factory=dict)
     checks: list[dict] = field(default_factory=list)
     wrong: list[tuple[str, Tensor]] = field(default_factory=list)
+    made: dict[tuple, Tensor] = field(default_factory=dict)  # fp16: there are hundreds
 
     def prompts(self, name: str) -> list[Prompt]:
         """A committed list, or its first `max_prompts`."""
@@ -51,23 +52,29 @@ class Evaluation:
     def generate(
         self, prompts: Sequence[Prompt], *, num_frames: int = 33, height: int = 96, width: int = 96,
         guidance_scale: float = GUIDANCE_SCALE, negative_prompts: Sequence[str] | None = None,
-        text_length: int = TEXT_LENGTH, label: str = "",
+        text_length: int = TEXT_LENGTH, label: str = "", again: bool = False,
     ) -> list[Tensor]:
-        """One clip [frames, height, width, 3] in 0..1 per prompt, from its own seed whatever the batch."""
-        negative_prompts = negative_prompts or [""] * len(prompts)
-        clips = []
-        starts = range(0, len(prompts), self.batch_size)
-        for start in track(starts, description=label or "clips", disable=len(prompts) <= 1, transient=True):
-            batch = prompts[start : start + self.batch_size]
-            made = self.pipeline(
-                prompt=[row.prompt for row in batch],
-                negative_prompt=list(negative_prompts[start : start + self.batch_size]),
+        """One clip [frames, height, width, 3] in 0..1 per prompt, from its own seed whatever the batch.
+
+        A clip that was asked for before is taken from then, unless it is to be made `again`.
+        """
+        # Without a second branch there is no negative prompt.
+        negatives = (negative_prompts or [""] * len(prompts)) if guidance_scale > 1 else [None] * len(prompts)
+        how = (num_frames, height, width, guidance_scale, text_length)
+        wanted = [(row.prompt, row.seed, negative, *how) for row, negative in zip(prompts, negatives, strict=True)]
+        missing = list(dict.fromkeys(key for key in wanted if again or key not in self.made))
+        starts = range(0, len(missing), self.batch_size)
+        for start in track(starts, description=label or "clips", disable=len(missing) <= 1, transient=True):
+            batch = missing[start : start + self.batch_size]
+            frames = self.pipeline(
+                prompt=[prompt for prompt, *_ in batch],
+                negative_prompt=[key[2] for key in batch] if guidance_scale > 1 else None,
                 height=height, width=width, num_frames=num_frames, num_inference_steps=STEPS,
                 guidance_scale=guidance_scale, max_sequence_length=text_length, output_type="np", progress=False,
-                generator=[torch.Generator("cpu").manual_seed(row.seed) for row in batch],
+                generator=[torch.Generator("cpu").manual_seed(seed) for _, seed, *_ in batch],
             ).frames
-            clips += [torch.as_tensor(clip).float() for clip in made]
-        return clips
+            self.made.update(zip(batch, (torch.as_tensor(clip).half() for clip in frames), strict=True))
+        return [self.made[key].float() for key in wanted]
 
     def read(self, prompts: Sequence[Prompt], **how) -> tuple[list[Reading], list[Tensor]]:
         """Clips for the prompts and what they show; wrong ones are kept to be looked at."""

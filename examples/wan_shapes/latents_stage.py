@@ -1,16 +1,41 @@
-"""Stage "latents": draws captioned clips of all sizes and keeps their latents; training then never waits for them."""
+"""Stages "latents", "refine_latents": draw captioned clips of all sizes and keep their latents, one set a round.
+
+Training then never waits for them.
+"""
 
 import random
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .captions import caption, make_tokenizer
-from .clips import draw, random_clip
+from .clips import draw, plain_clip, random_clip
 from .combinations import held_out_combinations
 from .run_folder import Deadline, RunFolder
 from .settings import Settings
 from .vae_stage import load_vae
+
+
+@dataclass(frozen=True)
+class LatentsPlan:
+    """A set of latents: the name of its state, how many clips, and how often a shape spins in them.
+
+    A share `plain` of the clips has the empty caption alone, and shows what the empty prompt stands for.
+    """
+
+    name: str
+    clips: int
+    spinning: float = 0.0
+    plain: float = 0.0
+
+
+def first_latents(settings: Settings) -> LatentsPlan:
+    return LatentsPlan("latents", settings.cached_clips)
+
+
+def refining_latents(settings: Settings) -> LatentsPlan:
+    return LatentsPlan("refine_latents", settings.refine_clips, settings.refine_spinning, settings.refine_plain)
 
 
 def _size_of_chunk(settings: Settings, rng: random.Random) -> tuple[int, int, int]:
@@ -29,13 +54,19 @@ def tokenise(tokenizer, texts: list[str], slots: int) -> Tensor:
 
 
 @torch.no_grad()
-def encode_chunk(settings: Settings, index: int, vae, tokenizer, device: torch.device) -> tuple[Tensor, Tensor]:
+def encode_chunk(
+    settings: Settings, plan: LatentsPlan, index: int, vae, tokenizer, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Chunk `index`, the same in every run: scaled latents [clips, C, F, h, w] and ids [clips, captions, slots]."""
-    rng = random.Random(f"{settings.seed} latents {index}")
+    rng = random.Random(f"{settings.seed} {plan.name} {index}")
     size = _size_of_chunk(settings, rng)
     held_out = held_out_combinations()
-    clips = [random_clip(rng, *size, held_out) for _ in range(settings.clips_per_chunk)]
+    num_plain = round(plan.plain * settings.clips_per_chunk)
+    clips = [random_clip(rng, *size, held_out, spinning=plan.spinning)
+             for _ in range(settings.clips_per_chunk - num_plain)]
     texts = [caption(rng, clip) for clip in clips for _ in range(settings.captions_per_clip)]
+    clips += [plain_clip(rng, *size, held_out) for _ in range(num_plain)]
+    texts += [""] * (num_plain * settings.captions_per_clip)
     frames = draw(clips, device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         if device.type == "cuda":
@@ -48,31 +79,41 @@ def encode_chunk(settings: Settings, index: int, vae, tokenizer, device: torch.d
 
 
 def cache_latents(run: RunFolder, device: torch.device, limit_s: float) -> bool:
-    """Encodes the chunks that are not there yet; True when all are."""
+    """The first round's latents; True when all are there."""
+    return _cache(run, first_latents(run.settings), device, limit_s)
+
+
+def cache_refining_latents(run: RunFolder, device: torch.device, limit_s: float) -> bool:
+    """The second round's latents; True when all are there."""
+    return _cache(run, refining_latents(run.settings), device, limit_s)
+
+
+def _cache(run: RunFolder, plan: LatentsPlan, device: torch.device, limit_s: float) -> bool:
+    """Encodes the chunks that are not there yet."""
     settings, deadline = run.settings, Deadline(limit_s)
-    state = run.load("latents") or {"chunks": [], "done": False}
+    state = run.load(plan.name) or {"chunks": [], "done": False}
     if state["done"]:
         return True
     vae, tokenizer = load_vae(run, device), make_tokenizer()
     chunks = state["chunks"]
-    wanted = -(-settings.cached_clips // settings.clips_per_chunk)
+    wanted = -(-plan.clips // settings.clips_per_chunk)
     while len(chunks) < wanted and not deadline.over():
-        latents, ids = encode_chunk(settings, len(chunks), vae, tokenizer, device)
+        latents, ids = encode_chunk(settings, plan, len(chunks), vae, tokenizer, device)
         chunks.append((latents, ids))  # left on the device: a copy here would wait for it
         if len(chunks) % 16 == 0 and device.type == "cuda":
             torch.cuda.synchronize()  # chunks are queued ahead of the device; the deadline is for the device
         if len(chunks) % 64 == 0:
-            run.log(f"latents: {len(chunks) * settings.clips_per_chunk} clips")
+            run.log(f"{plan.name}: {len(chunks) * settings.clips_per_chunk} clips")
     done = len(chunks) >= wanted
-    run.save("latents", {"chunks": [(latents.cpu(), ids.cpu()) for latents, ids in chunks], "done": done})
-    run.log(f"latents: {'finished' if done else 'stopped'} at {len(chunks) * settings.clips_per_chunk} clips")
+    run.save(plan.name, {"chunks": [(latents.cpu(), ids.cpu()) for latents, ids in chunks], "done": done})
+    run.log(f"{plan.name}: {'finished' if done else 'stopped'} at {len(chunks) * settings.clips_per_chunk} clips")
     return done
 
 
-def load_latents(run: RunFolder, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def load_latents(run: RunFolder, name: str, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Per clip size, all latents [clips, C, F, h, w] and caption ids [clips, captions, slots], on the device."""
     by_size: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-    for latents, ids in run.finished("latents")["chunks"]:
+    for latents, ids in run.finished(name)["chunks"]:
         by_size.setdefault(tuple(latents.shape[2:]), []).append((latents, ids))
     return [
         (torch.cat([latents for latents, _ in group]).to(device), torch.cat([ids for _, ids in group]).to(device))

@@ -159,7 +159,7 @@ def words(evaluation) -> Rows:
             if attribute in ("colour", "shape", "background"):
                 evaluation.check(f"{name}: {attribute}", share, at_least=85)
         rows += _rows(prompts, clips, 6)
-    prompts = [Prompt("", None, None, None, None, 5000 + index) for index in range(evaluation.max_prompts or 16)]
+    prompts = [Prompt("", None, None, None, None, 5000 + index) for index in range(evaluation.max_prompts or 48)]
     clips = evaluation.generate(prompts, label="empty prompt")
     readings = [read_clip(clip) for clip in clips]
     plausible = [reading.shape != "none" and reading.template_iou > 0.8 for reading in readings]
@@ -223,7 +223,7 @@ def seeds(evaluation) -> Rows:
     others = [replace(prompt, seed=prompt.seed + 500) for prompt in prompts]
     first, clips = evaluation.read(prompts, label="a seed")
     second, other_clips = evaluation.read(others, label="another seed")
-    again = evaluation.generate(prompts[:1])
+    again = evaluation.generate(prompts[:1], again=True)
     moved = [sum((a - b) ** 2 for a, b in zip(one.start, two.start, strict=True)) ** 0.5
              for one, two in zip(first, second, strict=True)]
     shares = [right_share(readings, prompts) for readings in (first, second)]

@@ -46,7 +46,7 @@ class Settings:
 
     # Transformer and text encoder together.
     tokens_per_step: int = 82944  # 256 clips of 33 frames at 96×96
-    transformer_steps: int = 8000
+    transformer_steps: int = 7500
     decay_share: float = 0.35  # of the steps, at the end, over which the learning rate goes to zero
     learning_rate: float = 1e-3
     warmup_steps: int = 200
@@ -54,6 +54,13 @@ class Settings:
     ema_decay: float = 0.999
     empty_captions: float = 0.1
     shorter_clips: float = 0.25  # share of steps with the last 8 frames cut off clips that are not the shortest
+    # A second, shorter round, on what the first learns last: outlines at every angle, and the empty prompt.
+    refine_clips: int = 20480
+    refine_spinning: float = 0.6  # share of shapes that spin, besides those that happen to
+    refine_plain: float = 0.2  # share of clips for the empty prompt, which no other clip stands for in this round
+    refine_steps: int = 2600
+    refine_learning_rate: float = 6e-4
+    refine_decay_share: float = 0.8
     text_slots: int = 48
     text_lengths: tuple[int, ...] = (64, 64, 128, 226, 256, 512)
 
@@ -87,5 +94,7 @@ TOY = Settings(
     captions_per_clip=2,
     tokens_per_step=64,
     transformer_steps=8,
+    refine_clips=8,
+    refine_steps=4,
     warmup_steps=2,
 )

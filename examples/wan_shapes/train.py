@@ -16,28 +16,30 @@ from pathlib import Path
 
 import torch
 
-from .latents_stage import cache_latents
+from .latents_stage import cache_latents, cache_refining_latents
 from .models import save_pipeline
 from .run_folder import RunFolder
 from .settings import TOY, Settings
-from .transformer_stage import TransformerTrainer, train_transformer
+from .start_from import start_from_pipeline
+from .transformer_stage import TransformerTrainer, first_round, refine_transformer, train_transformer
 from .vae_stage import load_vae, train_vae
 
 MAX_STAGE_S = 480.0
-DEFAULT_STAGES = ("vae", "latents", "transformer", "transformer", "export")
+DEFAULT_STAGES = ("vae", "latents", "transformer", "transformer", "refine_latents", "refine", "export")
 
 
 def export(run: RunFolder, device: torch.device, limit_s: float) -> bool:
-    """Writes the diffusers folder from the moving averages, of an unfinished transformer too."""
-    state = run.load("transformer", device)
+    """Writes the diffusers folder from the moving averages of the last round, of an unfinished one too."""
+    name, state = "refine", run.load("refine", device)
+    if state is None:
+        name, state = "transformer", run.load("transformer", device)
     if state is None:
         raise ValueError(f"stage 'transformer' has left nothing in {run.path}; run it first")
-    trainer = TransformerTrainer(run.settings, device)
-    trainer.load(state)
-    trainer.use_averages()
+    trainer = TransformerTrainer(run.settings, first_round(run.settings), device)
+    trainer.start_from(state["averages"])
     size = save_pipeline(run.path / "pipeline", run.settings, load_vae(run, device), trainer.text_encoder,
                          trainer.transformer)
-    run.log(f"export: step {trainer.steps}, {size / 1e6:.1f} MB in pipeline/")
+    run.log(f"export: {name} at step {state['steps']}, {size / 1e6:.1f} MB in pipeline/")
     return True
 
 
@@ -45,6 +47,8 @@ STAGES: dict[str, Callable[[RunFolder, torch.device, float], bool]] = {
     "vae": train_vae,
     "latents": cache_latents,
     "transformer": train_transformer,
+    "refine_latents": cache_refining_latents,
+    "refine": refine_transformer,
     "export": export,
 }
 
@@ -72,6 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stages", type=stage_with_limit, nargs="*", metavar="STAGE[=SECONDS]",
                         default=[(name, MAX_STAGE_S) for name in DEFAULT_STAGES],
                         help=f"default {' '.join(DEFAULT_STAGES)}; none: only change settings")
+    parser.add_argument("--start-from", type=Path, metavar="FOLDER",
+                        help="a folder that `export` wrote: its weights stand for the stages up to the transformer")
     parser.add_argument("--toy", action="store_true", help="a tiny model for a few steps")
     parser.add_argument("--set", type=setting, nargs="+", default=[], metavar="NAME=JSON", help="change settings")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -81,6 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_float32_matmul_precision("high")
     settings = TOY if options.toy else Settings()
     run = RunFolder(options.run, settings, dict(options.set))
+    if options.start_from is not None:
+        start_from_pipeline(run, options.start_from)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     stages = [stage for stage, _ in options.stages]
     run.log(f"stages {', '.join(stages) or 'none'} on {name}, torch {torch.__version__}")

@@ -1,7 +1,8 @@
-"""Stage "transformer": trains the transformer and the text encoder together on cached latents, by flow matching."""
+"""Stages "transformer", "refine": train transformer and text encoder together on cached latents, by flow matching."""
 
 import random
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,14 +19,37 @@ LOG_EVERY = 250
 NOISE_BINS = 5
 
 
-def learning_rate_at(settings: Settings, step: int) -> float:
+@dataclass(frozen=True)
+class Round:
+    """One round of training: the name of its state, whose averages it starts from, its latents and its schedule."""
+
+    name: str
+    starts_from: str | None
+    latents: str
+    steps: int
+    learning_rate: float
+    warmup_steps: int
+    decay_share: float
+    empty_captions: float  # share of the clips whose caption is left out
+
+
+def first_round(settings: Settings) -> Round:
+    return Round("transformer", None, "latents", settings.transformer_steps, settings.learning_rate,
+                 settings.warmup_steps, settings.decay_share, settings.empty_captions)
+
+
+def refining_round(settings: Settings) -> Round:
+    return Round("refine", "transformer", "refine_latents", settings.refine_steps, settings.refine_learning_rate,
+                 settings.warmup_steps, settings.refine_decay_share, 0.0)
+
+
+def learning_rate_at(plan: Round, step: int) -> float:
     """Warm-up, then constant, then straight down to zero.
 
     While the constant part lasts, nothing depends on the number of steps: it can still be changed for the time at hand.
     """
-    decay_steps = settings.decay_share * settings.transformer_steps
-    left = (settings.transformer_steps - step) / decay_steps
-    return settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps, max(left, 0.0))
+    left = (plan.steps - step) / (plan.decay_share * plan.steps)
+    return plan.learning_rate * min(1.0, (step + 1) / plan.warmup_steps, max(left, 0.0))
 
 
 def draw_noise_levels(batch: int, generator: torch.Generator) -> Tensor:
@@ -38,10 +62,10 @@ def draw_noise_levels(batch: int, generator: torch.Generator) -> Tensor:
 
 
 class TransformerTrainer:
-    """Transformer, text encoder, their moving averages and optimisers."""
+    """Transformer, text encoder, their moving averages and optimisers, for one round."""
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
-        self.settings, self.device = settings, device
+    def __init__(self, settings: Settings, plan: Round, device: torch.device) -> None:
+        self.settings, self.plan, self.device = settings, plan, device
         self.transformer = make_transformer(settings).to(device)
         self.text_encoder = make_text_encoder(settings).to(device)
         on_gpu = device.type == "cuda"
@@ -80,6 +104,12 @@ class TransformerTrainer:
             group["lr"] = self.learning_rate
         self.steps = state["steps"]
 
+    def start_from(self, averages: list[Tensor]) -> None:
+        """Weights and averages as another round left them; optimisers and steps begin anew."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.averages, [average.to(self.device) for average in averages])
+        self.use_averages()
+
     def use_averages(self) -> None:
         with torch.no_grad():
             torch._foreach_copy_(self.parameters, self.averages)
@@ -87,7 +117,7 @@ class TransformerTrainer:
     def batch(self, cache: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Latents [B, C, F, h, w] of one clip size and caption ids [B, slots], drawn for the step at hand."""
         settings, generator = self.settings, self.generator
-        rng = random.Random(f"{settings.seed} transformer step {self.steps}")
+        rng = random.Random(f"{settings.seed} {self.plan.name} step {self.steps}")
         generator.manual_seed(settings.seed * 1_000_003 + self.steps)
         latents, ids = rng.choices(cache, [len(latents) for latents, _ in cache])[0]
         frames, height, width = latents.shape[2:]
@@ -97,7 +127,7 @@ class TransformerTrainer:
         size = max(1, settings.tokens_per_step // (frames * height * width // 4))
         rows = torch.randint(len(latents), (size,), generator=generator, device=self.device)
         which = torch.randint(ids.shape[1], (size,), generator=generator, device=self.device)
-        empty = torch.rand(size, 1, generator=generator, device=self.device) < settings.empty_captions
+        empty = torch.rand(size, 1, generator=generator, device=self.device) < self.plan.empty_captions
         return latents[rows, :, :frames].float(), torch.where(empty, self.empty_ids, ids[rows, which]).long()
 
     def learn(self, latents: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,44 +157,56 @@ class TransformerTrainer:
 
 
 def train_transformer(run: RunFolder, device: torch.device, limit_s: float) -> bool:
-    """Trains until the steps are done or the time is up; True when the stage is finished."""
+    """The first round, on everything that clips can show; True when it is finished."""
+    return _train(run, first_round(run.settings), device, limit_s)
+
+
+def refine_transformer(run: RunFolder, device: torch.device, limit_s: float) -> bool:
+    """The second round, from the averages of the first; True when it is finished."""
+    return _train(run, refining_round(run.settings), device, limit_s)
+
+
+def _train(run: RunFolder, plan: Round, device: torch.device, limit_s: float) -> bool:
+    """Trains until the steps are done or the time is up; True when the round is finished."""
     settings, deadline = run.settings, Deadline(limit_s)
-    state = run.load("transformer", device)
+    state = run.load(plan.name, device)
     if state is not None and state["done"]:
         return True
     torch.manual_seed(settings.seed + 1)
-    trainer = TransformerTrainer(settings, device)
+    trainer = TransformerTrainer(settings, plan, device)
     if state is not None:
         trainer.load(state)
-        run.log(f"transformer: going on from step {trainer.steps}")
-    cache = load_latents(run, device)
-    run.log("transformer: clips of latent size " + ", ".join(
+        run.log(f"{plan.name}: going on from step {trainer.steps}")
+    elif plan.starts_from is not None:
+        trainer.start_from(run.finished(plan.starts_from)["averages"])
+    cache = load_latents(run, plan.latents, device)
+    run.log(f"{plan.name}: clips of latent size " + ", ".join(
         f"{'×'.join(map(str, latents.shape[2:]))}: {len(latents)}" for latents, _ in cache))
     if device.type == "cuda":
         trainer.forward.compile()
     sums = torch.zeros(2, NOISE_BINS, device=device)
     timed_from, timed_steps = None, 0
-    while trainer.steps < settings.transformer_steps and not deadline.over():
-        trainer.learning_rate.fill_(learning_rate_at(settings, trainer.steps))
+    while trainer.steps < plan.steps and not deadline.over():
+        trainer.learning_rate.fill_(learning_rate_at(plan, trainer.steps))
         losses, level = trainer.learn(*trainer.batch(cache))
         bins = (level * NOISE_BINS).long().clamp(max=NOISE_BINS - 1)
         sums[0].index_add_(0, bins, losses)
         sums[1].index_add_(0, bins, torch.ones_like(losses))
         if timed_from is None:
             sums.sum().item()  # the first step compiles
-            run.log("transformer: first step done")
+            run.log(f"{plan.name}: first step done")
             timed_from, timed_steps = time.monotonic(), trainer.steps
-        if trainer.steps % LOG_EVERY == 0 or trainer.steps == settings.transformer_steps:
+        if trainer.steps % LOG_EVERY == 0 or trainer.steps == plan.steps:
             by_level = " ".join(f"{value:.3f}" for value in (sums[0] / sums[1].clamp(min=1)).tolist())
             rate = (trainer.steps - timed_steps) / max(time.monotonic() - timed_from, 1e-9)
-            run.log(f"transformer: step {trainer.steps}, loss {float(sums[0].sum() / sums[1].sum()):.4f}, from little "
+            run.log(f"{plan.name}: step {trainer.steps}, loss {float(sums[0].sum() / sums[1].sum()):.4f}, from little "
                     f"to much noise {by_level}, {rate:.2f} steps/s")
             sums.zero_()
         if trainer.steps % 20 == 0 and device.type == "cuda":
             torch.cuda.synchronize()  # steps are queued ahead of the device; the deadline is for the device
         if deadline.save_due():
-            run.save("transformer", trainer.state() | {"done": False})
-    done = trainer.steps >= settings.transformer_steps
-    run.save("transformer", trainer.state() | {"done": done})
-    run.log(f"transformer: {'finished' if done else 'stopped'} at step {trainer.steps} of {settings.transformer_steps}")
+            run.save(plan.name, trainer.state() | {"done": False})
+    done = trainer.steps >= plan.steps
+    run.save(plan.name, trainer.state() | {"done": done})
+    run.log(f"{plan.name}: {'finished' if done else 'stopped'} at step {trainer.steps} of {plan.steps}")
     return done

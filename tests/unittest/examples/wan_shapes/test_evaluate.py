@@ -18,8 +18,10 @@ class Drawn:
     def __init__(self, prompts, shifted: bool = False) -> None:
         answers = prompts[1:] + prompts[:1] if shifted else prompts
         self.answers = {row.prompt: answer for row, answer in zip(prompts, answers, strict=True)}
+        self.drawn = []
 
     def __call__(self, *, prompt, height, width, num_frames, **_):
+        self.drawn += prompt
         clips = [shown(real_clip(self.answers[text], num_frames, height, width)).numpy() for text in prompt]
         return type("Output", (), {"frames": np.stack(clips)})
 
@@ -47,3 +49,16 @@ def test_a_contact_sheet_has_a_row_for_each_clip(tmp_path):
     assert Image.open(tmp_path / "sheet.png").size == (4 * 50, 3 * 48)
     with pytest.raises(ValueError, match="as many labels"):
         contact_sheet([torch.rand(9, 32, 48, 3)], [], tmp_path / "none.png")
+
+
+def test_a_clip_is_made_once_unless_it_is_wanted_again(tmp_path):
+    evaluation = Evaluation(tmp_path, pipeline=None)
+    prompts = evaluation.prompts("seen")[:3]
+    evaluation.pipeline = drawn = Drawn(prompts)
+    first = evaluation.generate(prompts[:2], num_frames=17)
+    both = evaluation.generate(prompts, num_frames=17)
+    assert drawn.drawn == [row.prompt for row in prompts]
+    torch.testing.assert_close(both[:2], first, atol=0, rtol=0)
+    evaluation.generate(prompts[:1], num_frames=17, again=True)
+    evaluation.generate(prompts[:1], num_frames=17, guidance_scale=1.0)
+    assert drawn.drawn[3:] == [prompts[0].prompt] * 2

@@ -28,7 +28,7 @@ def test_a_stage_cut_short_says_so_and_the_next_call_finishes_it(trained):
     assert (stopped, finished) == (3, 0)
     log = (folder / "log.txt").read_text()
     assert "vae is not finished; call again" in log and "vae: going on from step" in log
-    assert "transformer: finished at step 8 of 8" in log
+    assert "transformer: finished at step 8 of 8" in log and "refine: finished at step 4 of 4" in log
 
 
 def test_settings_are_kept_with_the_run(trained):
@@ -50,7 +50,7 @@ def test_weights_are_fp16_and_all_that_was_trained(trained):
     from safetensors.torch import load_file
 
     folder, _, _ = trained
-    state = torch.load(folder / "transformer.pt", weights_only=True)
+    state = torch.load(folder / "refine.pt", weights_only=True)
     saved = load_file(folder / "pipeline/transformer/diffusion_pytorch_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float16}
     averages = dict(zip(state["transformer"], state["averages"], strict=False))
@@ -69,3 +69,26 @@ def test_bad_arguments_are_refused(arguments, tmp_path):
 def test_a_stage_asks_for_the_one_before(tmp_path):
     with pytest.raises(ValueError, match="stage 'vae' is not finished"):
         main(["--run", str(tmp_path / "run"), "--toy", "--device", "cpu", "--stages", "latents"])
+
+
+def test_an_exported_folder_can_be_trained_further(trained, tmp_path):
+    folder, _, _ = trained
+    run = ["--run", str(tmp_path / "run"), "--device", "cpu", "--set", "refine_steps=0"]
+    stages = ["--stages", "refine_latents", "refine", "export"]
+    assert main([*run, "--toy", "--start-from", str(folder / "pipeline"), *stages]) == 0
+    # No step was made, so that what comes out is what went in.
+    for part in ("vae", "transformer"):
+        name = f"{part}/diffusion_pytorch_model.safetensors"
+        assert (tmp_path / "run/pipeline" / name).read_bytes() == (folder / "pipeline" / name).read_bytes()
+    spinning = torch.load(tmp_path / "run/refine_latents.pt", weights_only=True)
+    assert sum(len(latents) for latents, _ in spinning["chunks"]) == TOY.refine_clips
+    # Of four clips a chunk, one has the empty caption: its end token alone.
+    assert [sum(int((ids[i, 0] != 0).sum()) == 1 for i in range(4)) for _, ids in spinning["chunks"]] == [1, 1]
+    with pytest.raises(ValueError, match="has vae and transformer already"):
+        main([*run, "--start-from", str(folder / "pipeline"), "--stages"])
+
+
+def test_weights_of_another_size_do_not_start_a_run(trained, tmp_path):
+    with pytest.raises(ValueError, match="the run's settings say"):
+        main(["--run", str(tmp_path / "run"), "--device", "cpu", "--start-from", str(trained[0] / "pipeline")])
+    assert not (tmp_path / "run/vae.pt").exists()

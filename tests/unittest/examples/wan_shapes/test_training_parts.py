@@ -11,7 +11,7 @@ from examples.wan_shapes.models import make_text_encoder, make_transformer, make
 from examples.wan_shapes.muon import Muon, orthogonalise
 from examples.wan_shapes.settings import TOY, Settings
 from examples.wan_shapes.training_forward import TrainingForward, encode_text, padding_bias
-from examples.wan_shapes.transformer_stage import learning_rate_at
+from examples.wan_shapes.transformer_stage import first_round, learning_rate_at
 from examples.wan_shapes.whole_sequence_vae import decode, encode, run_whole_sequences
 
 
@@ -78,13 +78,13 @@ def test_muon_walks_down_and_reads_the_learning_rate_at_every_step():
 
 
 def test_learning_rate_rises_holds_and_ends_at_zero():
-    settings = replace(Settings(), transformer_steps=1000, warmup_steps=10, decay_share=0.4, learning_rate=1.0)
-    assert learning_rate_at(settings, 0) == pytest.approx(0.1)
-    assert learning_rate_at(settings, 300) == learning_rate_at(settings, 599) == 1.0
-    assert learning_rate_at(settings, 800) == pytest.approx(0.5)
-    assert learning_rate_at(settings, 1000) == 0.0
+    plan = replace(first_round(Settings()), steps=1000, warmup_steps=10, decay_share=0.4, learning_rate=1.0)
+    assert learning_rate_at(plan, 0) == pytest.approx(0.1)
+    assert learning_rate_at(plan, 300) == learning_rate_at(plan, 599) == 1.0
+    assert learning_rate_at(plan, 800) == pytest.approx(0.5)
+    assert learning_rate_at(plan, 1000) == 0.0
     # What is learned before the decay does not depend on how many steps there will be.
-    assert learning_rate_at(replace(settings, transformer_steps=2000), 599) == learning_rate_at(settings, 599)
+    assert learning_rate_at(replace(plan, steps=2000), 599) == learning_rate_at(plan, 599)
 
 
 def test_a_caption_too_long_for_its_slots_is_refused():
