@@ -43,7 +43,7 @@ def flops(
         text_rows(config.attention.cross_kv, group, text_length, repeated_key=repeated_key, pad_row_for_each=True)
         for group in text_groups(lens, config)
     )
-    keys += len(lens) * _image_tokens(wan)
+    keys += len(lens) * image_tokens(wan)
     return {
         "linear": len(lens) * row_linear,
         "self_attention": len(lens) * depth * 4 * tokens * tokens * d,
@@ -98,9 +98,9 @@ def activation_bytes(
     return round(rows * tokens * d * (max(attention, feed_forward) + modulation))
 
 
-def _image_tokens(wan: WanConfig) -> int:
+def image_tokens(wan: WanConfig) -> int:
     return 0 if wan.image_dim is None else wan.pos_embed_seq_len or IMAGE_TOKENS
 
 
 def image_kv_bytes(wan: WanConfig, rows: int, config: RunConfig) -> int:
-    return 2 * rows * _image_tokens(wan) * wan.hidden_size * wan.num_layers * config.torch_dtype().itemsize
+    return 2 * rows * image_tokens(wan) * wan.hidden_size * wan.num_layers * config.torch_dtype().itemsize

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from attention_backend import AUTO_ORDER, AttentionSpec, backend_classes
-from visual_gen.config import CROSS_KV_MODES, ConfigError, RunConfig
+from visual_gen.config import CROSS_KV_MODES, RunConfig
 from visual_gen.device import find_device
-from visual_gen.models.wan import WAN_PRESETS, WanConfig, WanTransformer
+from visual_gen.models.wan import WanConfig, WanTransformer
 from visual_gen.runtime.costs import activation_bytes, flops, image_kv_bytes, text_groups, text_kv_bytes, text_rows
-from visual_gen.runtime.model import Model, find_model
+from visual_gen.runtime.model import Model, required_model
 from visual_gen.runtime.prompts import clean_prompt
 
 TOKENS_PER_WORD = 1.3  # of an English prompt with UMT5's tokenizer, roughly; only where there is no tokenizer to ask
@@ -62,16 +62,11 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None) -> Plan:
     does not divide, on lengths that do not fit, if neither a local folder nor a preset says what the model is, and if
     they contradict each other.
     """
-    model = find_model(config)
-    if model is None:
-        raise ConfigError(
-            f"model.path = {config.model.path!r}: there is no such folder here, and no model.preset says what it would "
-            f"hold; give a local folder, or a preset ({', '.join(WAN_PRESETS)})"
-        )
+    model = required_model(config)
     wan, generation, geometry = model.transformer, config.generation, model.geometry
     batch = max(1, len(generation.prompts))
     latent_shape = geometry.latent_shape(batch, generation.num_frames, generation.height, generation.width)
-    tokens = math.prod(size // patch for size, patch in zip(latent_shape[2:], wan.patch_size, strict=True))
+    tokens = geometry.num_tokens(latent_shape)
 
     branches = 2 if generation.guidance_scale > 1 else 1
     batched = generation.cfg == "batched"
