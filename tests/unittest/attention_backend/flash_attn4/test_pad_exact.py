@@ -149,9 +149,9 @@ class Wan:
         rows = self.text[: sum(lens)].to(site.to_kv.weight.dtype)
         return site.make_cross_kv(rows.split(lens), TEXT_ROWS, torch.zeros_like(rows[:1]), **options)
 
-    def run(self, block, text_kv, batch):
-        weight = block.cross_text.to_kv.weight
-        return block(self.x[:batch].to(weight.dtype), self.modulation[:batch], self.rotary, text_kv)
+    def run(self, block, text_kv, batch, first=0):
+        weight, rows = block.cross_text.to_kv.weight, slice(first, first + batch)
+        return block(self.x[rows].to(weight.dtype), self.modulation[rows], self.rotary, text_kv)
 
 
 def relative(a, b):
@@ -175,6 +175,39 @@ def test_pad_exact_equals_padded_in_a_wan_block(place):
                 assert error["packed_pad_exact"] <= max(2 * error["padded"], 1e-5), (lens, error)
             assert error["packed"] > 3 * max(error["packed_pad_exact"], 1e-5), (lens, error)
             assert wan.text_kv(blocks["packed_pad_exact"], lens).metadata.formulation == formulation
+
+
+@torch.no_grad()
+def test_packed_text_equals_masked_attention_over_padded_text_in_a_wan_block(place):
+    """The oracle has all rows, large values behind each text, and a mask of its lengths."""
+    wan = Wan(*place)
+    padded, packed, precise = wan.block("padded"), wan.block("packed"), wan.block("padded", precise=True)
+    state = AttentionMetadataState()
+    for lens in ((500, 5), (512, 126), (1, 120), (0, 7)):
+
+        def masked(block, lens=lens):
+            kv = wan.text_kv(block, lens)
+            for b, n in enumerate(lens):
+                kv.k[b, n:], kv.v[b, n:] = 1e4, 1e4
+            return replace(kv, metadata=state.padded_kv("cross_text", lens, TEXT_ROWS, wan.device))
+
+        expected = wan.run(precise, masked(precise), 2)
+        error = relative(wan.run(packed, wan.text_kv(packed, lens), 2), expected)
+        assert error <= max(2 * relative(wan.run(padded, masked(padded), 2), expected), 1e-5), lens
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["padded", "packed", "packed_pad_exact"])
+def test_a_branch_beside_another_gives_what_it_gives_alone(place, mode):
+    wan = Wan(*place)
+    block = wan.block(mode)
+    for lens in ((512, 126), (60, 1)):
+        together = wan.run(block, wan.text_kv(block, lens), 2)
+        for b, n in enumerate(lens):
+            rows = wan.text[sum(lens[:b]) :][:n].to(wan.dtype)
+            alone = block.cross_text.make_cross_kv([rows], TEXT_ROWS, torch.zeros_like(rows[:1]))
+            error = relative(wan.run(block, alone, 1, first=b), together[b : b + 1])
+            assert error <= (1e-2 if wan.dtype == torch.bfloat16 else 1e-5), (lens, b)
 
 
 @torch.no_grad()

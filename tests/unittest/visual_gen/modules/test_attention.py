@@ -197,6 +197,31 @@ def test_masks_that_cannot_be_read_are_refused_with_the_way_out(mask, message):
     assert state.builds == 0
 
 
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_mask_on_the_host_waits_for_nothing_and_one_on_the_device_is_refused():
+    site = Attention(256, 2, 128, role="cross_text").to("cuda", torch.bfloat16)
+    q, k, v = (torch.randn(2, n, 2, 128, device="cuda", dtype=torch.bfloat16) for n in (64, 4, 4))
+    state = AttentionMetadataState()
+
+    def attend(mask):
+        return site.backend.forward(q, *site.pack_ragged_kv(k, v, None, state, kv_mask=mask))
+
+    attend([[1, 1, 1, 1], [1, 0, 0, 0]])  # compiles the kernel
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = attend([[1, 0, 1, 1], [0, 1, 0, 0]])
+        with pytest.raises(ValueError, match=r"kv_mask is a tensor on cuda:0; .*before the steps, with kv_mask.cpu"):
+            attend(torch.ones(2, 4, dtype=torch.bool, device="cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    rows = [0, 2, 3]
+    scores = torch.einsum("shd,lhd->hsl", q[0].double(), k[0, rows].double()) * 128**-0.5
+    expected = torch.einsum("hsl,lhd->shd", scores.softmax(-1), v[0, rows].double())
+    torch.testing.assert_close(out[0].double(), expected, atol=2e-2, rtol=2e-2)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["padded", "packed", "packed_pad_exact"])
 def test_sequences_that_share_rows_share_their_projection(mode):
