@@ -6,19 +6,13 @@ import argparse
 import dataclasses
 import json
 
-from attention_backend import AttentionBackendError
 from visual_gen.commands.settings import config_from_arguments
 from visual_gen.runtime.units import format_seconds
 from visual_gen.runtime.warmup import WarmUp, warm_up
 
 
 def run(arguments: argparse.Namespace) -> None:
-    try:
-        found = warm_up(config_from_arguments(arguments))
-    except AttentionBackendError as error:
-        raise AttentionBackendError(
-            f"nothing can be compiled here: {error}. Kernels are compiled on the machine whose card will run them"
-        ) from error
+    found = warm_up(config_from_arguments(arguments))
     if arguments.json:
         print(json.dumps(dataclasses.asdict(found) | {"compile_seconds": found.compile_seconds}, indent=2))
     else:

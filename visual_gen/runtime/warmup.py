@@ -8,8 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from attention_backend import AttentionBackend, AttentionMetadataState, AttentionSpec, select_backend
-from visual_gen.config import RunConfig
+from attention_backend import (
+    AttentionBackend,
+    AttentionBackendError,
+    AttentionMetadataState,
+    AttentionSpec,
+    select_backend,
+)
+from visual_gen.config import ConfigError, RunConfig
 from visual_gen.models.wan import WanConfig
 from visual_gen.modules.attention import Attention
 from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV
@@ -51,13 +57,19 @@ def warm_up(config: RunConfig) -> WarmUp:
     Raises ConfigError on a model that is not known here and on a GPU that is not here, AttentionBackendError if a named
     backend cannot run here.
     """
-    model, device = required_model(config), config.torch_device()
+    model = required_model(config)
     wan, generation = model.transformer, config.generation
     latents = model.geometry.latent_shape(1, generation.num_frames, generation.height, generation.width)
     # Divided by the same powers of two as the video's own: kernels are compiled apart for numbers that 16 divides.
     queries = QUERIES + model.geometry.num_tokens(latents) % 16
     start = time.perf_counter()
-    backends = {role: _backend(config, wan, role, device) for role in _roles(wan)}
+    try:
+        device = config.torch_device()
+        backends = {role: _backend(config, wan, role, device) for role in _roles(wan)}
+    except (ConfigError, AttentionBackendError) as error:
+        raise type(error)(
+            f"nothing can be compiled here: {error}. Kernels are compiled on the machine whose card will run them"
+        ) from error
     selected = time.perf_counter() - start
     variants = []
     with torch.inference_mode():

@@ -92,6 +92,8 @@ def test_a_machine_without_a_gpu_says_what_it_cannot_do(capsys):
         out = " ".join(capsys.readouterr().out.split())
         assert "sdpa: kernels come compiled, nothing was called" in out
         assert "There is no GPU here: the kernels of one are compiled on the machine that has it." in out
+        assert main(["warmup", "--config", str(CONFIGS / "wan2.1_t2v_14b_fa4.yaml")]) == 2
+        assert "nothing can be compiled here: device is 'cuda'; torch" in capsys.readouterr().err
     assert main(["warmup", "--config", path, *arguments("device=cpu", "attention.self=flash_attn4")]) == 2
     err = capsys.readouterr().err
     assert "nothing can be compiled here: backend 'flash_attn4' cannot serve self attention" in err
