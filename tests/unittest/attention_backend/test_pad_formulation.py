@@ -9,6 +9,7 @@ from attention_backend import pad_formulation
     "kv_lens, expected",
     [
         ((512, 126), "repeated_key"),
+        ((512,) * 4 + (126,), "merge"),
         ((512,) * 7 + (126,), "merge"),  # one row has pads, and the others' many scores would all be touched
         ((300, 126), "repeated_key"),
         ((120, 1), "repeated_key"),
