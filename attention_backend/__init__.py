@@ -1,8 +1,9 @@
 """The kernel layer: attention backends, their selection, and the metadata that they share."""
 
+from attention_backend.graph_buffers import GraphBuffers
 from attention_backend.interface import AttentionBackend, AttentionBackendError, AttentionSpec, AttentionTensorLayout
 from attention_backend.merge import merge_attention, merge_pad_rows
-from attention_backend.metadata import ExtentKV, PackedKV, PackedPadKV, PaddedKV, PagedKV
+from attention_backend.metadata import ExtentKV, MaskedKV, PackedKV, PackedPadKV, PaddedKV, PagedKV
 from attention_backend.metadata_state import AttentionMetadataState
 from attention_backend.pad_formulation import pad_formulation
 from attention_backend.selection import (
@@ -22,6 +23,8 @@ __all__ = [
     "AttentionSpec",
     "AttentionTensorLayout",
     "ExtentKV",
+    "GraphBuffers",
+    "MaskedKV",
     "PackedKV",
     "PackedPadKV",
     "PaddedKV",

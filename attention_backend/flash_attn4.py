@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from attention_backend.metadata import PackedKV, PaddedKV
 
 INSTALL = "pip install 'visual-gen[fa4]'"
 COMPUTE_MAJORS = (9, 10)
+CACHE_SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # an environment variable that the package reads when imported
 
 
 class FlashAttention4Backend(AttentionBackend):
@@ -26,6 +28,7 @@ class FlashAttention4Backend(AttentionBackend):
     capabilities: ClassVar[frozenset[str]] = frozenset(
         {"varlen", "padding_mask", "paged_kv", "lse", "causal", "repeated_last_key"}
     )
+    compiles_kernels: ClassVar[bool] = True
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -33,6 +36,15 @@ class FlashAttention4Backend(AttentionBackend):
         if problem:
             return f"{problem}; {INSTALL}"
         return device_problem(COMPUTE_MAJORS)
+
+    @classmethod
+    def kernel_cache_problem(cls) -> str | None:
+        if os.environ.get(CACHE_SWITCH) == "1":
+            return None
+        return (
+            f"{cls.name} keeps compiled kernels in memory only: set {CACHE_SWITCH}=1, for this process and for those "
+            "that are to find them, to keep them on disk"
+        )
 
     @classmethod
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:

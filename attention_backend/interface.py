@@ -87,6 +87,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     preferred_layout: ClassVar[AttentionTensorLayout] = AttentionTensorLayout.NHD
     capabilities: ClassVar[frozenset[str]] = frozenset()  # names of the supports_* methods, without "supports_"
+    compiles_kernels: ClassVar[bool] = False  # at the first call of each kind, which then takes seconds
 
     def __init__(self, spec: AttentionSpec) -> None:
         reasons = self.unsupported_reasons(spec)
@@ -140,6 +141,12 @@ class AttentionBackend(ABC):
     @classmethod
     def unavailable_reason(cls) -> str | None:
         """Why this backend cannot run on this machine at all, with the install command; None if it can."""
+        return None
+
+    @classmethod
+    def kernel_cache_problem(cls) -> str | None:
+        """Why kernels that this process compiles are gone when it ends, with the way out; None if they are kept, or
+        none are compiled."""
         return None
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -134,12 +135,27 @@ class PackedPadKV:
     """
 
     packed: PackedKV
-    pad_lens: tuple[int, ...]  # [B] on the host
+    pad_lens: tuple[int, ...] | None  # [B] on the host; None if only the device knows them
     log_pad_lens: torch.Tensor  # fp64 [B], natural log; -inf where a sequence has no pads
     formulation: str = "merge"
 
     def signature(self) -> tuple:
         return ("packed_pad", self.formulation, *self.packed.signature())
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedKV:
+    """Packed K/V of the rows that a mask [B, L] keeps, and where those rows stood."""
+
+    packed: PackedKV
+    gather_index: torch.Tensor  # int32 [total_kv], rows of the K/V before packing, viewed [B · L, Hkv, D]
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The kept rows of x [B, L, ...], one after the other: [total_kv, ...]."""
+        return x.flatten(0, 1).index_select(0, self.gather_index)
+
+    def signature(self) -> tuple:
+        return ("masked", *self.packed.signature())
 
 
 def device_with_index(device: torch.device | str) -> torch.device:
@@ -167,6 +183,34 @@ def host_lens(name: str, lens: Sequence[int], max_len: int | None) -> tuple[int,
             limit = "at least 0" if max_len is None else f"between 0 and {max_len}"
             raise ValueError(f"{name}[{i}] is {n}; it must be {limit}")
     return out
+
+
+def host_mask(
+    name: str, mask: Sequence[Sequence[bool]] | torch.Tensor, shape: tuple[int, int] | None = None
+) -> tuple[tuple[bool, ...], ...]:
+    """The mask [B, L] (of `shape`, if given) as rows of host bools, or ValueError. True or 1 marks a row that is kept.
+
+    A tensor on the CPU is converted; one on a device is refused, because reading it would wait for the device.
+    """
+    if isinstance(mask, torch.Tensor):
+        if mask.device.type != "cpu":
+            raise ValueError(
+                f"{name} is a tensor on {mask.device}; a mask must be known on the host, so that no layer or step "
+                f"waits for the device: convert it once, before the steps, with {name}.cpu(), or give lengths"
+            )
+        mask = mask.tolist()
+    if not isinstance(mask, Sequence) or not all(isinstance(row, Sequence) for row in mask):
+        raise ValueError(f"{name} is {reprlib.repr(mask)}; it must be a row of bools for each sequence, [B, L]")
+    rows = tuple(map(tuple, mask))
+    widths = {len(row) for row in rows}
+    if len(widths) != 1 or (shape is not None and (len(rows), *widths) != shape):
+        expected = "rows of one width" if shape is None else f"{shape[0]} rows of {shape[1]}"
+        raise ValueError(f"{name} has {len(rows)} rows of {sorted(widths)} entries; expected {expected}")
+    for b, row in enumerate(rows):
+        for i, keep in enumerate(row):
+            if not isinstance(keep, int) or keep not in (0, 1):
+                raise ValueError(f"{name}[{b}][{i}] is {keep!r}; a mask's entries must be bools, or 0 and 1")
+    return tuple(tuple(map(bool, row)) for row in rows)
 
 
 def _check_int32(name: str, x: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:

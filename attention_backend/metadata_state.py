@@ -10,12 +10,14 @@ import torch
 
 from attention_backend.metadata import (
     ExtentKV,
+    MaskedKV,
     PackedKV,
     PackedPadKV,
     PaddedKV,
     PagedKV,
     device_with_index,
     host_lens,
+    host_mask,
 )
 
 
@@ -73,6 +75,24 @@ class AttentionMetadataState:
             return PackedKV(cu_kv, bound, lens, cu_q[0], max(q), q)
 
         return self._get(role, ("packed", lens, bound, q), device, build)
+
+    def masked_kv(
+        self, role: str, mask: Sequence[Sequence[bool]] | torch.Tensor, device: torch.device | str
+    ) -> MaskedKV:
+        """The rows that a padding mask [B, L] of any pattern keeps, packed; max_seqlen_kv is L.
+
+        mask: host bools, or a tensor on the CPU. ValueError for one that only a device knows.
+        """
+        rows = host_mask("mask", mask)
+        length = len(rows[0])
+        lens = tuple(map(sum, rows))
+
+        def build(to_device) -> MaskedKV:
+            kept = [b * length + i for b, row in enumerate(rows) for i, keep in enumerate(row) if keep]
+            cu_kv, gather_index = to_device(_starts(lens), kept)
+            return MaskedKV(PackedKV(cu_kv, length, lens), gather_index)
+
+        return self._get(role, ("masked", rows), device, build)
 
     def packed_pad_kv(
         self,

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from measure import interleaved, relative
 
 from visual_gen.models.wan import WAN_PRESETS, WanTransformer
 from visual_gen.runtime.versions import installed_versions
@@ -30,15 +29,6 @@ ARMS = {  # name → attention settings
     "auto, packed": {"cross_kv": "packed"},
     "sdpa, padded": {"self": "sdpa", "cross_text": "sdpa"},
 }
-
-
-def milliseconds(call: Callable[[], torch.Tensor]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
 
 
 def random_reference(preset: str):
@@ -81,33 +71,25 @@ def main() -> None:
 
     expected = calls["diffusers"]()
     differences = {arm: relative(call(), expected) for arm, call in calls.items()}
-    times: dict[str, list[float]] = {arm: [] for arm in calls}
-    for _ in range(options.runs + 1):
-        for arm, call in calls.items():
-            times[arm].append(milliseconds(call))
+    times = interleaved(calls, options.runs)
     result = {
         "command": f"python benchmarks/forward_vs_diffusers.py --preset {options.preset} --runs {options.runs}",
         "shape": {"hidden_states": list(x.shape), "text_lens": list(TEXT_LENS), "padded_text_len": 512},
         "versions": {"gpu": torch.cuda.get_device_name(), **installed_versions(PACKAGES)},
         "arms": {
             arm: {
-                "median_ms": round(statistics.median(values[1:]), 1),
+                "median_ms": round(median, 1),
                 "rms_difference_from_diffusers": differences[arm],
                 "backends": {}
                 if arm == "diffusers"
                 else {role: choice.name for role, choice in models[arm].attention_choices.items()},
             }
-            for arm, values in times.items()
+            for arm, median in times.items()
         },
     }
     print(json.dumps(result, indent=2))
     if options.output:
         options.output.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def relative(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """RMS difference over the RMS of what is expected."""
-    return round(((out.float() - expected.float()).norm() / expected.float().norm()).item(), 5)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="text tokens of each row, end token included: those of the prompts, then of the negative prompt",
     )
 
+    warmup = _command(commands, "warmup", "compile the attention kernels that a configuration will call")
+    _config_arguments(warmup)
+    warmup.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
     backends = _command(commands, "backends", "which attention backends are here, and why the others are not")
     backends.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
@@ -100,6 +104,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from visual_gen.commands import generate as command
     elif arguments.command == "plan":
         from visual_gen.commands import plan as command
+    elif arguments.command == "warmup":
+        from visual_gen.commands import warmup as command
     else:
         from visual_gen.commands import backends as command
     command.run(arguments)

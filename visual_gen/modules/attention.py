@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,30 +18,10 @@ from attention_backend import (
     pad_formulation,
     select_backend,
 )
-from attention_backend.metadata import host_lens
+from attention_backend.metadata import host_lens, host_mask
+from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV, append_rows, pack_rows
 from visual_gen.modules.norms import rms_norm_fp32
 from visual_gen.modules.rope import apply_rotary
-
-CROSS_KV_NEEDS = {
-    "padded": frozenset(),
-    "packed": frozenset({"varlen"}),
-    "packed_pad_exact": frozenset({"varlen", "lse"}),
-}
-
-
-@dataclass(frozen=True, eq=False)
-class CrossKV:
-    """Keys and values of one cross-attention site, ready for every step.
-
-    k, v [B, L, H, D] (metadata None) or packed [total, H, D] (PackedKV, PackedPadKV); where pad rows are to be merged
-    in, the one key and value of them all, k_pad, v_pad [H, D].
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    metadata: PackedKV | PackedPadKV | None = None
-    k_pad: torch.Tensor | None = None
-    v_pad: torch.Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -186,19 +165,23 @@ class Attention(nn.Module):
         padded_len: int,
         pad_row: torch.Tensor | None = None,
         *,
+        index: Sequence[int] | None = None,
         fixed_capacity: bool = False,
     ) -> CrossKV:
         """Keys and values of a ragged batch, in the form that `cross_kv` asks for; independent of step and timestep.
 
         rows: the real rows [n, kv_size] of each sequence, n at most padded_len. pad_row [1, kv_size]: what stands
-        after them up to padded_len; needed if any is shorter. fixed_capacity: packed rows lie in a buffer for
-        B · padded_len rows, so that a compiled or captured step takes every layout. "packed_pad_exact" takes the
-        formulation that is fastest for the layout. Raises ValueError on bad rows.
+        after them up to padded_len; needed if any is shorter. index: for each sequence of the batch, which of `rows`
+        it attends to (None: its own), so that sequences that share rows share their projection. fixed_capacity:
+        packed rows lie in a buffer for B · padded_len rows, so that a compiled or captured step takes every layout.
+        "packed_pad_exact" takes the formulation that is fastest for the layout. Raises ValueError on bad rows.
         """
         lens = host_lens("lengths of rows", [len(x) for x in rows], padded_len)
+        order = range(len(rows)) if index is None else host_lens("index", index, len(rows) - 1)
         # Each sequence is projected alone: the bits of a matrix product depend on how many rows it has, and a prompt's
         # must not depend on its neighbours.
-        keys, values = zip(*(self.project_kv(x) for x in rows), strict=True)
+        projected = {i: self.project_kv(rows[i]) for i in dict.fromkeys(order)}
+        keys, values = zip(*(projected[i] for i in order), strict=True)
         pad = None
         if min(lens) < padded_len and self.cross_kv != "packed":
             if pad_row is None:
@@ -226,7 +209,7 @@ class Attention(nn.Module):
             formulation = pad_formulation(lens, padded_len, repeated_key=self.backend.supports_repeated_last_key())
         if formulation == "padded":
             state.dense_kv(self.role, batch, padded_len)
-            padded = (_append(x, i, pad, num_pads) for i, x in enumerate((keys, values)))
+            padded = (append_rows(x, i, pad, num_pads) for i, x in enumerate((keys, values)))
             return CrossKV(*(torch.stack(x) for x in padded))
         if formulation == "packed":
             # The bound is the same for all layouts, as what is compiled and captured depends on it.
@@ -235,7 +218,7 @@ class Attention(nn.Module):
             metadata = state.packed_pad_kv(self.role, lens, padded_len, device, formulation=formulation)
         if formulation == "repeated_key":
             one_pad = [min(n, 1) for n in num_pads]
-            keys, values = (_append(x, i, pad, one_pad) for i, x in enumerate((keys, values)))
+            keys, values = (append_rows(x, i, pad, one_pad) for i, x in enumerate((keys, values)))
             pad = ()
         if fixed_capacity:
             spare = keys[0].new_zeros(batch * padded_len - sum(map(len, keys)), self.num_heads, self.head_dim)
@@ -255,13 +238,17 @@ class Attention(nn.Module):
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        kv_lens: Sequence[int],
+        kv_lens: Sequence[int] | None = None,
         attention_metadata_state: AttentionMetadataState | None = None,
+        *,
+        kv_mask: Sequence[Sequence[bool]] | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, PackedKV]:
-        """Drops the padding of k, v [B, L, H, D]: k, v [sum(kv_lens), H, D] and their PackedKV.
+        """Drops the padding of k, v [B, L, H, D]: k, v [total_kv, H, D] and their PackedKV.
 
-        The numbers do not depend on the state; with one, the metadata are built once for a layout. Raises
-        AttentionBackendError if the backend (with its wrappers) cannot read packed K/V, ValueError on bad lengths.
+        Give kv_lens, the first rows of each sequence, or kv_mask [B, L], True for every row that stays, in any pattern:
+        host bools or a tensor on the CPU. The numbers do not depend on the state; with one, the metadata are built once
+        for a layout. Raises AttentionBackendError if the backend (with its wrappers) cannot read packed K/V, ValueError
+        on bad lengths or masks.
         """
         if not self.backend.supports_varlen():
             raise AttentionBackendError(
@@ -270,23 +257,14 @@ class Attention(nn.Module):
             )
         if k.shape != v.shape:
             raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; they must be equal")
+        if (kv_lens is None) == (kv_mask is None):
+            raise ValueError("give either kv_lens or kv_mask, not both and not neither")
+        state = attention_metadata_state or AttentionMetadataState(max_entries=1)
+        if kv_mask is not None:
+            masked = state.masked_kv(self.role, host_mask("kv_mask", kv_mask, tuple(k.shape[:2])), k.device)
+            return masked.gather(k), masked.gather(v), masked.packed
         lens = host_lens("kv_lens", kv_lens, k.shape[1])
         if len(lens) != k.shape[0]:
             raise ValueError(f"kv_lens has {len(lens)} lengths for k, v of batch {k.shape[0]}")
-        state = attention_metadata_state or AttentionMetadataState(max_entries=1)
         metadata = state.packed_kv(self.role, lens, k.device, max_seqlen_kv=k.shape[1])
         return pack_rows(k, lens), pack_rows(v, lens), metadata
-
-
-def pack_rows(x: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
-    """The first lens[b] rows of each x[b], one after the other: [B, L, ...] → [sum(lens), ...]."""
-    return torch.cat([x[b, :n] for b, n in enumerate(lens)])
-
-
-def _append(
-    rows: Sequence[torch.Tensor], side: int, pad: tuple[torch.Tensor, ...] | None, counts: Sequence[int]
-) -> list[torch.Tensor]:
-    """rows [n, H, D] of each sequence with counts[b] times pad[side] [H, D] behind them."""
-    return [
-        torch.cat([x, pad[side].expand(n, *pad[side].shape)]) if n else x for x, n in zip(rows, counts, strict=True)
-    ]

@@ -16,8 +16,9 @@ StepCallback = Callable[[int, torch.Tensor, dict[str, torch.Tensor]], dict[str, 
 class GuidedModel:
     """Predicted flow of a WanTransformer for latents, with the text's keys and values projected at construction.
 
-    `text` holds a row for each prompt, `negative` one for each negative prompt, or None: no guidance.
-    batched: both branches in one forward, rows [prompts; negative prompts]; else one forward each.
+    `text` holds a row for each prompt, `negative` one for each negative prompt, both of one encode, or None: no
+    guidance. batched: both branches in one forward, rows [prompts; negative prompts]; else one forward each. Rows of
+    one forward that show the same text share its projection, and branches that show the same texts share everything.
     """
 
     def __init__(
@@ -33,10 +34,16 @@ class GuidedModel:
         self._guidance_scale = guidance_scale
         self._guided = negative is not None
         if negative is not None and batched:
-            groups = [TextRows(torch.cat([text.hidden, negative.hidden]), text.lens + negative.lens)]
+            groups = [text + negative]
         else:
             groups = [text] if negative is None else [text, negative]
-        self._text_kvs = [transformer.project_text(rows.hidden, rows.lens) for rows in groups]
+        distinct = {tuple(rows.index): rows for rows in groups}
+        text_kvs = {
+            index: transformer.project_text(rows.hidden, rows.text_lens, text_index=index)
+            for index, rows in distinct.items()
+        }
+        self._text_kvs = [text_kvs[tuple(rows.index)] for rows in groups]
+        self.formulations = sorted({kv.formulation for kv in self._text_kvs})
         self.forwards = 0
 
     def __call__(self, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:

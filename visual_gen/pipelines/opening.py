@@ -27,6 +27,7 @@ class OpenedPipeline:
     vae_dtype: torch.dtype
     device: torch.device
     attention: AttentionConfig
+    repeats_last_key: bool
     wan: WanConfig
     geometry: Geometry
     scheduler: Any
@@ -56,7 +57,7 @@ def open_pipeline(
     made_scheduler = make_scheduler(folder / "scheduler", scheduler, flow_shift)
     # Without memory for weights: it selects the backends, or says why one cannot serve this model here.
     wan = WanConfig.from_folder(folder / "transformer")
-    WanTransformer(
+    model = WanTransformer(
         wan,
         attention=attention,
         dtype=dtype,
@@ -69,6 +70,7 @@ def open_pipeline(
         vae_dtype=vae_dtype or dtype,
         device=device,
         attention=attention,
+        repeats_last_key=model.repeats_last_key,
         wan=wan,
         geometry=Geometry.from_folder(folder),
         scheduler=made_scheduler,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,27 @@ _MAX_LISTED_WORDS = 12
 
 @dataclass(frozen=True)
 class TextRows:
-    """hidden [rows, text length, text_dim], zeros past each row's length; lens, real tokens of each row, end token
-    included."""
+    """Each distinct text once, and the text of each row of a batch.
+
+    hidden [texts, text length, text_dim], zeros past each text's length; text_lens, real tokens of each text, end token
+    included; index, which text each row has.
+    """
 
     hidden: torch.Tensor
-    lens: list[int]
+    text_lens: list[int]
+    index: list[int]
+
+    @property
+    def lens(self) -> list[int]:
+        """Real tokens of each row."""
+        return [self.text_lens[i] for i in self.index]
 
     def __getitem__(self, rows: slice) -> TextRows:
-        return TextRows(self.hidden[rows], self.lens[rows])
+        return replace(self, index=self.index[rows])
+
+    def __add__(self, other: TextRows) -> TextRows:
+        """The rows of both, which are rows of one encode."""
+        return replace(self, index=self.index + other.index)
 
 
 @dataclass(frozen=True)
@@ -98,18 +111,16 @@ def text_warnings(what: str, tokens: TokenizedText, max_sequence_length: int) ->
 def encode(
     text_encoder: torch.nn.Module, rows: Sequence[TokenizedText], max_sequence_length: int, dtype: torch.dtype
 ) -> TextRows:
-    """Hidden states of each row's real tokens, in `dtype`. Rows of the same tokens are encoded once.
+    """Hidden states of each row's real tokens, in `dtype`. Rows of the same tokens are one text, encoded once.
 
     Every text is encoded alone and without padding: a padded token changes no real one (the encoder masks it), so the
     padding would only be computed to be zeroed, and a row's values do not depend on the other rows.
     """
     device = text_encoder.device
-    width = text_encoder.config.d_model
-    hidden = torch.zeros(len(rows), max_sequence_length, width, dtype=dtype, device=device)
-    rows_of: dict[tuple[int, ...], list[int]] = {}
-    for row, tokens in enumerate(rows):
-        rows_of.setdefault(tuple(tokens.ids), []).append(row)
-    for text, places in rows_of.items():
+    texts = list(dict.fromkeys(tuple(tokens.ids) for tokens in rows))
+    hidden = torch.zeros(len(texts), max_sequence_length, text_encoder.config.d_model, dtype=dtype, device=device)
+    for i, text in enumerate(texts):
         ids = torch.tensor([text], device=device)
-        hidden[places, : len(text)] = text_encoder(ids, torch.ones_like(ids)).last_hidden_state.to(dtype)
-    return TextRows(hidden, [len(tokens.ids) for tokens in rows])
+        hidden[i, : len(text)] = text_encoder(ids, torch.ones_like(ids)).last_hidden_state[0].to(dtype)
+    place = {text: i for i, text in enumerate(texts)}
+    return TextRows(hidden, list(map(len, texts)), [place[tuple(tokens.ids)] for tokens in rows])

@@ -81,7 +81,10 @@ class WanPipeline:
         )
         texts = (*request.prompts, *request.negative_prompts)
         rows = tokenize_all(opened.tokenizer, texts, request.max_sequence_length)
-        check_memory(request_bytes(opened.wan, request, rows, opened.attention.cross_kv, opened.dtype), opened.device)
+        needed = request_bytes(
+            opened.wan, request, rows, opened.attention.cross_kv, opened.dtype, repeated_key=opened.repeats_last_key
+        )
+        check_memory(needed, opened.device)
 
     @classmethod
     def from_pretrained(
@@ -183,9 +186,11 @@ class WanPipeline:
         batch = len(request.prompts)
         texts = (*request.prompts, *request.negative_prompts)
         rows = tokenize_all(self.tokenizer, texts, max_sequence_length)
-        check_memory(
-            request_bytes(self.transformer.config, request, rows, self.attention.cross_kv, self.dtype), self.device
+        model = self.transformer
+        needed = request_bytes(
+            model.config, request, rows, self.attention.cross_kv, self.dtype, repeated_key=model.repeats_last_key
         )
+        check_memory(needed, self.device)
         noise = initial_latents(request.latent_shape, generator, latents, self.device)
 
         record = self._new_record(request)
@@ -268,6 +273,7 @@ class WanPipeline:
                 callback=None if callback is None else lambda *step: callback(self, *step),
             )
         record.transformer_forwards = model.forwards
+        record.cross_kv_formulations = model.formulations
         record.timesteps = [float(timestep) for timestep in scheduler.timesteps.tolist()]
         return final
 

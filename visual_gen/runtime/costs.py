@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from attention_backend import pad_formulation
 from visual_gen.config import RunConfig
 from visual_gen.models.wan import WanConfig
 
@@ -15,13 +16,21 @@ IMAGE_TOKENS = 257
 
 
 def flops(
-    wan: WanConfig, tokens: int, lens: Sequence[int], text_length: int, config: RunConfig, timestep_per_token: bool
+    wan: WanConfig,
+    tokens: int,
+    lens: Sequence[int],
+    text_length: int,
+    config: RunConfig,
+    timestep_per_token: bool,
+    *,
+    repeated_key: bool = False,
 ) -> dict[str, int]:
     """FLOPs of one denoising step over all rows, "linear", "self_attention" and "cross_attention" apart.
 
     With d the hidden size, N the tokens and L the text keys of a row, each layer does, per row, 2·N·d·(3d + d) for QKV
     and output of self-attention, 4·N²·d in it, 2·N·d·2d for Q and output of cross-attention, 4·N·L·d in it, and
     4·N·d·ffn_dim in the feed-forward. Text keys and values are made once for a request and are not in it.
+    repeated_key: see text_rows.
     """
     d, depth = wan.hidden_size, wan.num_layers
     patch = math.prod(wan.patch_size)
@@ -29,8 +38,12 @@ def flops(
     embeddings = 2 * tokens * patch * d * (wan.in_channels + wan.out_channels)
     embeddings += 2 * timesteps * d * (wan.freq_dim + d + 6 * d)
     row_linear = depth * (12 * tokens * d * d + 4 * tokens * d * wan.ffn_dim) + embeddings
-    keys = sum(_keys_attended(config.attention.cross_kv, length, text_length) for length in lens)
-    keys += len(lens) * _image_tokens(wan)
+    keys = sum(
+        # A merge scores the pad row for each sequence with pads, and keeps it once.
+        text_rows(config.attention.cross_kv, group, text_length, repeated_key=repeated_key, pad_row_for_each=True)
+        for group in text_groups(lens, config)
+    )
+    keys += len(lens) * image_tokens(wan)
     return {
         "linear": len(lens) * row_linear,
         "self_attention": len(lens) * depth * 4 * tokens * tokens * d,
@@ -38,10 +51,33 @@ def flops(
     }
 
 
-def text_kv_bytes(wan: WanConfig, mode: str, lens: Sequence[int], text_length: int, dtype: torch.dtype) -> int:
-    """Bytes of the text's keys and values in all layers. packed_pad_exact keeps one more row for all pads together."""
-    padded = mode == "packed_pad_exact" and min(lens) < text_length
-    rows = len(lens) * text_length if mode == "padded" else sum(lens) + padded
+def text_groups(lens: Sequence[int], config: RunConfig) -> list[Sequence[int]]:
+    """The text lengths of each forward of a step, from those of all prompts and then all negative prompts."""
+    split = config.generation.cfg == "sequential" and config.generation.guidance_scale > 1
+    middle = len(lens) // 2
+    return [lens[:middle], lens[middle:]] if split else [lens]
+
+
+def text_rows(
+    mode: str, lens: Sequence[int], text_length: int, *, repeated_key: bool, pad_row_for_each: bool = False
+) -> int:
+    """Rows of text keys that one forward's sequences keep together, by the formulation that their lengths take.
+
+    repeated_key: whether the backend can count a last key several times: each sequence with pads then keeps a pad row;
+    where pads are merged in, one row serves all (pad_row_for_each counts it for each sequence all the same).
+    """
+    short = sum(length < text_length for length in lens)
+    formulation = mode if short else "padded"
+    if formulation == "packed_pad_exact":
+        formulation = pad_formulation(lens, text_length, repeated_key=repeated_key)
+    if formulation == "padded":
+        return len(lens) * text_length
+    pad_rows = {"packed": 0, "merge": short if pad_row_for_each else 1, "repeated_key": short}
+    return sum(lens) + pad_rows[formulation]
+
+
+def text_kv_bytes(wan: WanConfig, rows: int, dtype: torch.dtype) -> int:
+    """Bytes of the text's keys and values in all layers, `rows` of each (see text_rows)."""
     return 2 * rows * wan.hidden_size * wan.num_layers * dtype.itemsize
 
 
@@ -62,15 +98,9 @@ def activation_bytes(
     return round(rows * tokens * d * (max(attention, feed_forward) + modulation))
 
 
-def _keys_attended(mode: str, length: int, text_length: int) -> int:
-    if mode == "padded":
-        return text_length
-    return length + (mode == "packed_pad_exact" and length < text_length)
-
-
-def _image_tokens(wan: WanConfig) -> int:
+def image_tokens(wan: WanConfig) -> int:
     return 0 if wan.image_dim is None else wan.pos_embed_seq_len or IMAGE_TOKENS
 
 
 def image_kv_bytes(wan: WanConfig, rows: int, config: RunConfig) -> int:
-    return 2 * rows * _image_tokens(wan) * wan.hidden_size * wan.num_layers * config.torch_dtype().itemsize
+    return 2 * rows * image_tokens(wan) * wan.hidden_size * wan.num_layers * config.torch_dtype().itemsize

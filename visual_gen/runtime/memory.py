@@ -12,7 +12,7 @@ import torch
 
 from visual_gen.config import CrossKVMode
 from visual_gen.models.wan import WanConfig
-from visual_gen.runtime.costs import activation_bytes, text_kv_bytes
+from visual_gen.runtime.costs import activation_bytes, text_kv_bytes, text_rows
 from visual_gen.runtime.units import format_bytes
 
 if TYPE_CHECKING:
@@ -42,12 +42,23 @@ def check_memory(needed_bytes: int, device: torch.device, what: str = "a denoisi
 
 
 def request_bytes(
-    wan: WanConfig, request: Request, rows: Sequence[TokenizedText], cross_kv: CrossKVMode, dtype: torch.dtype
+    wan: WanConfig,
+    request: Request,
+    rows: Sequence[TokenizedText],
+    cross_kv: CrossKVMode,
+    dtype: torch.dtype,
+    *,
+    repeated_key: bool,
 ) -> int:
-    """What a denoising step of `request` takes beside the weights: text keys and values, and activations."""
+    """What a denoising step of `request` takes beside the weights: text keys and values, and activations.
+
+    rows: of the prompts, then of the negative prompts. repeated_key: see text_rows.
+    """
     tokens = math.prod(size // patch for size, patch in zip(request.latent_shape[2:], wan.patch_size, strict=True))
     lens = [len(row.ids) for row in rows]
     at_once = len(rows) if request.cfg == "batched" else len(request.prompts)
-    return text_kv_bytes(wan, cross_kv, lens, request.max_sequence_length, dtype) + activation_bytes(
-        wan, at_once, tokens, dtype
+    kept = sum(
+        text_rows(cross_kv, lens[i : i + at_once], request.max_sequence_length, repeated_key=repeated_key)
+        for i in range(0, len(lens), at_once)
     )
+    return text_kv_bytes(wan, kept, dtype) + activation_bytes(wan, at_once, tokens, dtype)

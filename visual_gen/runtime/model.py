@@ -71,6 +71,17 @@ def find_model(config: RunConfig) -> Model | None:
     return model
 
 
+def required_model(config: RunConfig) -> Model:
+    """find_model, and a ConfigError where it has no answer."""
+    model = find_model(config)
+    if model is None:
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: there is no such folder here, and no model.preset says what it would "
+            f"hold; give a local folder, or a preset ({', '.join(WAN_PRESETS)})"
+        )
+    return model
+
+
 def missing_to_generate(model: Model) -> str | None:
     """What has to be written before `generate` can serve this model; None if it can."""
     wan, missing = model.transformer, []

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_gen.config import CROSS_KV_MODES, ConfigError, RunConfig
-from visual_gen.models.wan import WAN_PRESETS, WanTransformer
-from visual_gen.runtime.costs import activation_bytes, flops, image_kv_bytes, text_kv_bytes
-from visual_gen.runtime.model import Model, find_model
+from attention_backend import AUTO_ORDER, AttentionSpec, backend_classes
+from visual_gen.config import CROSS_KV_MODES, RunConfig
+from visual_gen.device import find_device
+from visual_gen.models.wan import WanConfig, WanTransformer
+from visual_gen.runtime.costs import activation_bytes, flops, image_kv_bytes, text_groups, text_kv_bytes, text_rows
+from visual_gen.runtime.model import Model, required_model
 from visual_gen.runtime.prompts import clean_prompt
 
 TOKENS_PER_WORD = 1.3  # of an English prompt with UMT5's tokenizer, roughly; only where there is no tokenizer to ask
@@ -60,16 +62,11 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None) -> Plan:
     does not divide, on lengths that do not fit, if neither a local folder nor a preset says what the model is, and if
     they contradict each other.
     """
-    model = find_model(config)
-    if model is None:
-        raise ConfigError(
-            f"model.path = {config.model.path!r}: there is no such folder here, and no model.preset says what it would "
-            f"hold; give a local folder, or a preset ({', '.join(WAN_PRESETS)})"
-        )
+    model = required_model(config)
     wan, generation, geometry = model.transformer, config.generation, model.geometry
     batch = max(1, len(generation.prompts))
     latent_shape = geometry.latent_shape(batch, generation.num_frames, generation.height, generation.width)
-    tokens = math.prod(size // patch for size, patch in zip(latent_shape[2:], wan.patch_size, strict=True))
+    tokens = geometry.num_tokens(latent_shape)
 
     branches = 2 if generation.guidance_scale > 1 else 1
     batched = generation.cfg == "batched"
@@ -84,7 +81,14 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None) -> Plan:
     )
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in weights.parameters())
     text_length, dtype = generation.max_sequence_length, config.torch_dtype()
-    text_kv = {mode: text_kv_bytes(wan, mode, lens, text_length, dtype) for mode in CROSS_KV_MODES}
+    repeated_key = _repeats_last_key(config, wan)
+    groups = text_groups(lens, config)
+    text_kv = {
+        mode: text_kv_bytes(
+            wan, sum(text_rows(mode, group, text_length, repeated_key=repeated_key) for group in groups), dtype
+        )
+        for mode in CROSS_KV_MODES
+    }
     text_kv_now = text_kv[config.attention.cross_kv] + image_kv_bytes(wan, len(lens), config)
     activations = activation_bytes(wan, rows, tokens, config.torch_dtype(), model.timestep_per_token)
     parts = {"text_encoder": model.text_encoder, "vae": model.vae}
@@ -110,11 +114,26 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None) -> Plan:
         text_lens=lens,
         text_lens_from=lens_from,
         cross_kv=config.attention.cross_kv,
-        flops_per_step=flops(wan, tokens, lens, generation.max_sequence_length, config, model.timestep_per_token),
+        flops_per_step=flops(
+            wan, tokens, lens, text_length, config, model.timestep_per_token, repeated_key=repeated_key
+        ),
         text_kv_bytes=text_kv,
         memory_bytes=memory | {"total": sum(memory.values())},
         notes=_notes(model),
     )
+
+
+def _repeats_last_key(config: RunConfig, wan: WanConfig) -> bool:
+    """Whether the backend of text attention counts a last key several times. Of "auto": what it takes on such a device
+    if all packages are installed, so that the plan is one for machines that have yet to be set up."""
+    classes, name = backend_classes(), config.attention.cross_text
+    if name != "auto":
+        return name in classes and classes[name].supports_repeated_last_key()
+    device = find_device("auto").type if config.device == "auto" else config.device.partition(":")[0]
+    heads = (wan.num_attention_heads, wan.attention_head_dim)
+    spec = AttentionSpec("cross_text", *heads, config.torch_dtype(), device)
+    taken = next(cls for cls in map(classes.get, AUTO_ORDER) if not cls.unsupported_reasons(spec))
+    return taken.supports_repeated_last_key()
 
 
 def _text_lens(

@@ -23,7 +23,9 @@ class RunRecord:
     alone; "write" belongs to whoever writes.
     step_seconds: one number per denoising step. Device events on CUDA, the host's clock elsewhere.
     peak_memory_bytes: "cuda", the most that torch had allocated during the run; "rss", the process's peak until now.
-    attention: role -> {"backend", "why"}. metadata: the layout counters' growth during this run.
+    attention: role -> {"backend", "why"}. cross_kv_formulations: how the text's pad rows were accounted for: "padded",
+    "packed", "merge" or "repeated_key"; two if the branches' forwards differ. metadata: the layout counters' growth
+    during this run.
     checkpoint_label: what the checkpoint calls itself in recommended.json. bad_clips: of which clips decode made no
     usable video, and why. prompt_tokens, negative_prompt_tokens: real tokens of each row, the end token included.
     """
@@ -35,6 +37,7 @@ class RunRecord:
     warnings: list[str] = field(default_factory=list)
     attention: dict[str, dict[str, str]] = field(default_factory=dict)
     cross_kv: str = "padded"
+    cross_kv_formulations: list[str] = field(default_factory=list)
     metadata: dict[str, int] = field(default_factory=dict)
     prompt_tokens: list[int] = field(default_factory=list)
     negative_prompt_tokens: list[int] = field(default_factory=list)

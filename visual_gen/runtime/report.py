@@ -39,8 +39,14 @@ PACKAGES = (
 )
 CROSS_KV_NOTES: dict[CrossKVMode, str] = {
     "padded": "text padding attended to, as Wan was trained",
-    "packed": "text padding dropped: not the video Wan was trained to give",
+    "packed": "text padding dropped: a different video from the one that Wan was trained to give",
     "packed_pad_exact": "text padding dropped and its effect put back: the padded result to rounding",
+}
+FORMULATION_NOTES = {
+    "padded": "every pad row kept",
+    "packed": "no pad row kept",
+    "merge": "one pad row for all, its share merged into the result",
+    "repeated_key": "one pad row for each text with pads, counted by the kernel as often as there were pads",
 }
 THUMBNAIL_HEIGHT = 144
 
@@ -86,7 +92,11 @@ def build_report(config: RunConfig, record: RunRecord, files: Sequence[Path | No
             if field.name not in _ELSEWHERE
         },
         "attention": record.attention,
-        "cross_kv": {"mode": record.cross_kv, "note": CROSS_KV_NOTES[record.cross_kv]},
+        "cross_kv": {
+            "mode": record.cross_kv,
+            "note": CROSS_KV_NOTES[record.cross_kv],
+            "formulations": {name: FORMULATION_NOTES[name] for name in record.cross_kv_formulations},
+        },
         "seconds": {
             "total": sum(record.stage_seconds.values()),
             "stages": record.stage_seconds,
@@ -108,6 +118,7 @@ _ELSEWHERE = {
     "warnings",
     "attention",
     "cross_kv",
+    "cross_kv_formulations",
     "metadata",
     "prompt_tokens",
     "settings",

@@ -18,6 +18,12 @@ BUILDERS = {
     "packed_pad_repeated": lambda state, lens, role="cross_text": state.packed_pad_kv(
         role, lens, 16, "cpu", formulation="repeated_key"
     ),
+    "masked": lambda state, lens, role="cross_text": state.masked_kv(
+        role, [[0] * (16 - n) + [1] * n for n in lens], "cpu"
+    ),
+    "extent": lambda state, lens, role="cross_text": state.extent_kv(
+        role, [20 * i for i in range(len(lens))], lens, 99, "cpu", max_seqlen_kv=16
+    ),
     "paged": lambda state, lens, role="cross_text": state.paged_kv(
         role, [[i, 0] for i in range(1, 1 + len(lens))], lens, 8, "cpu"
     ),
@@ -32,6 +38,10 @@ def state():
 @pytest.fixture(params=BUILDERS)
 def build(request):
     return BUILDERS[request.param]
+
+
+def kv_lens_of(entry):
+    return entry.packed.kv_lens if hasattr(entry, "packed") else entry.kv_lens
 
 
 def test_three_layers_and_four_steps_share_one_object(state, build):
@@ -62,7 +72,7 @@ def test_entries_survive_the_collection_of_what_they_were_asked_with(state, buil
     for step in range(50):
         lens = [1 + step % 7, 1 + step % 5]
         entry = build(state, lens)
-        kv_lens = tuple(16 - n for n in entry.pad_lens) if hasattr(entry, "packed") else entry.kv_lens
+        kv_lens = tuple(16 - n for n in entry.pad_lens) if hasattr(entry, "pad_lens") else kv_lens_of(entry)
         assert kv_lens == tuple(lens)
         del lens, entry
         gc.collect(0)
@@ -73,7 +83,7 @@ def test_entries_are_immutable(state, build):
     for field in dataclasses.fields(entry):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(entry, field.name, None)
-    kv_lens = entry.packed.kv_lens if hasattr(entry, "packed") else entry.kv_lens
+    kv_lens = kv_lens_of(entry)
     assert isinstance(kv_lens, tuple)
 
 
@@ -118,7 +128,13 @@ def test_numbers(state):
     assert paged.block_table.tolist() == [[3, 1], [2, 0]] and paged.seqused_kv.tolist() == [12, 4]
     assert paged.max_seqlen_kv == 16 and paged.block_size == 8
 
-    for entry in (padded, packed, pads.packed, repeated.packed, paged):
+    masked = state.masked_kv("cross_text", [[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]], "cpu")
+    assert masked.gather_index.tolist() == [0, 2, 3, 9] and masked.packed.max_seqlen_kv == 4
+    assert masked.packed.cu_seqlens_kv.tolist() == [0, 3, 3, 4] and masked.packed.kv_lens == (3, 0, 1)
+    rows = torch.arange(24).view(3, 4, 2)
+    assert masked.gather(rows).tolist() == [[0, 1], [4, 5], [6, 7], [18, 19]]
+
+    for entry in (padded, packed, pads.packed, repeated.packed, masked, masked.packed, paged):
         for x in vars(entry).values():
             if isinstance(x, torch.Tensor):
                 assert x.dtype == torch.int32 and x.is_contiguous()

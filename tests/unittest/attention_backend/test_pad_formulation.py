@@ -8,16 +8,18 @@ from attention_backend import pad_formulation
 @pytest.mark.parametrize(
     "kv_lens, expected",
     [
-        ((512, 126), "merge"),  # one row has pads, and the other's many scores would all be touched
+        ((512, 126), "repeated_key"),
+        ((512,) * 4 + (126,), "merge"),
+        ((512,) * 7 + (126,), "merge"),  # one row has pads, and the others' many scores would all be touched
         ((300, 126), "repeated_key"),
         ((120, 1), "repeated_key"),
         ((126, 1), "repeated_key"),
         ((1, 1, 1, 1), "repeated_key"),
         ((500, 400), "padded"),  # no key tile would be saved
         ((512, 511), "padded"),
-        ((512, 512, 512, 126), "merge"),
-        ((256, 256), "padded"),  # two tiles less each: less than a merge costs, and a kept row would open a third
-        ((512, 128), "merge"),
+        ((512, 512, 512, 126), "repeated_key"),
+        ((256, 256), "repeated_key"),  # although the kept row opens a third tile
+        ((512, 384), "padded"),  # one tile less: less than a merge costs, and a kept row would open it again
         ((0, 0), "repeated_key"),
     ],
 )

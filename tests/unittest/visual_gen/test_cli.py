@@ -139,6 +139,8 @@ def test_a_backend_name_reaches_the_loading(generate, stub, key):
 def test_the_device_reaches_the_loading(generate, stub, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("visual_gen.runtime.memory.available_bytes", lambda device: None)
     for setting, device in (("auto", "cuda"), ("cpu", "cpu"), ("cuda:0", "cuda:0")):
         assert generate("--set", f"device={setting}") == 0

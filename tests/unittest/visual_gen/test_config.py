@@ -34,6 +34,15 @@ def test_every_shipped_config_loads(file):
     assert load_config(file).model.path
 
 
+@pytest.mark.parametrize("size", ["1.3b", "14b"])
+def test_a_recipe_for_a_kernel_changes_nothing_but_kernels_and_device(size):
+    folder = CONFIGS[0].parent
+    plain, fa4 = (load_config(folder / f"wan2.1_t2v_{size}{suffix}.yaml") for suffix in ("", "_fa4"))
+    assert fa4.model_copy(update={"attention": plain.attention, "device": plain.device}) == plain
+    assert (fa4.attention.self, fa4.attention.cross_text, fa4.device) == ("flash_attn4", "flash_attn4", "cuda")
+    assert fa4.attention.cross_kv == "packed_pad_exact"
+
+
 def test_defaults_fill_what_the_file_leaves_out(load):
     config = load(MINIMAL)
     assert config.attention.self == "auto"

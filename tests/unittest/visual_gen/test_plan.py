@@ -12,11 +12,14 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import UMT5Config, UMT5EncoderModel
 
+from attention_backend import register_backend
+from attention_backend.sdpa import SDPABackend
+from attention_backend.selection import _classes
 from visual_gen.checkpoint import PACKAGED_CHECKPOINTS
 from visual_gen.config import ConfigError, RunConfig, load_config
 from visual_gen.models.wan import WAN_PRESETS, WanConfig, WanTransformer
 from visual_gen.pipelines import WanPipeline
-from visual_gen.runtime.costs import activation_bytes, flops, text_kv_bytes
+from visual_gen.runtime.costs import activation_bytes, flops, text_kv_bytes, text_rows
 from visual_gen.runtime.model import UMT5_XXL_ENCODER, WAN21_VAE, WAN22_VAE, PartSize
 from visual_gen.runtime.plan import plan
 
@@ -87,7 +90,57 @@ def test_text_kv_bytes_are_those_of_projected_text(mode, lens, dtype):
     model = WanTransformer(SMALL, attention={"cross_kv": mode}, dtype=config.torch_dtype())
     with torch.inference_mode():
         text_kv = model.project_text(torch.zeros(2, 12, SMALL.text_dim), lens)
-    assert text_kv_bytes(SMALL, mode, lens, 12, config.torch_dtype()) == text_kv.num_bytes
+    rows = text_rows(mode, lens, 12, repeated_key=False)
+    assert text_kv_bytes(SMALL, rows, config.torch_dtype()) == text_kv.num_bytes
+
+
+@pytest.fixture
+def repeating():
+    """A backend that says it counts a repeated last key, which is enough to project text for it."""
+
+    class Repeating(SDPABackend):
+        name = "repeating"
+        capabilities = SDPABackend.capabilities | {"repeated_last_key"}
+
+    register_backend(Repeating)
+    yield
+    del _classes["repeating"]
+
+
+@pytest.mark.parametrize(
+    ("lens", "formulation", "rows"),
+    [
+        ([300, 126], "repeated_key", 301 + 127),
+        ([512, 126], "repeated_key", 512 + 127),
+        ([512] * 7 + [126], "merge", 7 * 512 + 126 + 1),
+        ([500, 400], "padded", 1024),
+        ([512, 512], "padded", 1024),
+    ],
+)
+def test_text_kv_bytes_follow_the_formulation_that_the_layout_takes(repeating, lens, formulation, rows):
+    model = WanTransformer(SMALL, attention={"cross_text": "repeating", "cross_kv": "packed_pad_exact"})
+    with torch.inference_mode():
+        text_kv = model.project_text(torch.zeros(len(lens), 512, SMALL.text_dim), lens)
+    assert (text_kv.formulation, model.repeats_last_key) == (formulation, True)
+    assert text_rows("packed_pad_exact", lens, 512, repeated_key=True) == rows
+    assert text_kv_bytes(SMALL, rows, torch.float32) == text_kv.num_bytes
+
+
+def test_a_plan_counts_one_pad_row_for_each_short_text_where_the_kernel_repeats_it(repeating):
+    def rows(*overrides, lens=(300, 126)):
+        found = plan(config_of("wan2.1_t2v_14b", "attention.cross_kv=packed_pad_exact", *overrides), lens)
+        keys = found.flops_per_step["cross_attention"] / (40 * 4 * found.tokens * 5120)
+        return found.text_kv_bytes["packed_pad_exact"] / (2 * 5120 * 40 * 2), keys
+
+    merged, repeated = (427, 428), (428, 428)
+    assert rows("attention.cross_text=sdpa") == merged
+    assert rows("attention.cross_text=repeating") == rows("attention.cross_text=flash_attn4") == repeated
+    assert rows("device=cuda") == repeated and rows("device=cuda", "dtype=float32")[1] == 428
+    assert rows("device=cpu") == merged
+    assert rows("attention.cross_text=repeating", lens=(500, 400)) == (1024, 1024)
+    # Each branch alone: the prompt's forward keeps its pads where few keys could be left out.
+    assert rows("attention.cross_text=repeating", "generation.cfg=sequential", lens=(500, 126)) == (639, 639)
+    assert rows("attention.cross_text=sdpa", "generation.cfg=sequential") == (428, 428)
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -172,6 +172,7 @@ def record() -> RunRecord:
         warnings=["num_frames 5 is none of this checkpoint's"],
         attention={"self": {"backend": "sdpa", "why": "auto, passing over x"}},
         cross_kv="packed",
+        cross_kv_formulations=["packed"],
         metadata={"hits": 4, "builds": 1, "device_copies": 1},
         prompt_tokens=[4, 1],
         device="cpu",
@@ -191,7 +192,8 @@ def test_the_json_report_says_what_ran_and_what_it_took(tmp_path, config, record
     assert report["settings"]["model"]["path"] == "wan-shapes"
     assert report["attention"]["self"] == {"backend": "sdpa", "why": "auto, passing over x"}
     assert report["cross_kv"]["mode"] == "packed"
-    assert "not the video Wan was trained to give" in report["cross_kv"]["note"]
+    assert "a different video from the one that Wan was trained to give" in report["cross_kv"]["note"]
+    assert report["cross_kv"]["formulations"] == {"packed": "no pad row kept"}
     assert report["seconds"]["total"] == 4.0
     assert report["seconds"]["stages"] == record.stage_seconds
     assert report["seconds"]["steps"] == [0.6, 0.5, 0.4, 0.5]
@@ -214,7 +216,8 @@ def test_the_page_needs_no_other_file_and_escapes_what_users_wrote(tmp_path, con
     assert page.count("<svg") == 2
     assert 'href="b%201%23.mp4"' in page
     assert not re.search(r'(src|href)="(?!data:|a-0\.mp4|b%201%23\.mp4|#)', page)
-    assert "not the video Wan was trained to give" in page
+    assert "a different video from the one that Wan was trained to give" in page
+    assert "Formulation taken: <code>packed</code>, no pad row kept." in page
     assert "1.50 GiB" in page
     assert "median 500 ms" in page
     assert "num_frames 5 is none of this checkpoint&#39;s" in page

@@ -7,7 +7,8 @@ from torch import nn
 
 from attention_backend import AttentionBackend, AttentionMetadataState
 from visual_gen.models.wan.config import WanConfig
-from visual_gen.modules.attention import Attention, CrossKV
+from visual_gen.modules.attention import Attention
+from visual_gen.modules.cross_kv import CrossKV
 from visual_gen.modules.feed_forward import FeedForward
 from visual_gen.modules.norms import layer_norm_fp32, modulated_layer_norm
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,10 @@ class Geometry:
                 )
             latents.append(latent)
         return (batch, self.channels, *latents)
+
+    def num_tokens(self, latent_shape: Sequence[int]) -> int:
+        """Tokens of each row of latents [B, C, F, H, W]."""
+        return math.prod(size // patch for size, patch in zip(latent_shape[2:], self.patch_size, strict=True))
 
 
 def _check_divisible(name: str, value: Any, multiple: int, offset: int) -> None:

@@ -18,9 +18,9 @@ from visual_gen.config import AttentionConfig, attention_config
 from visual_gen.models.wan.block import WanBlock
 from visual_gen.models.wan.config import WanConfig
 from visual_gen.models.wan.embeddings import ImageEmbedding, TextEmbedding, TimeEmbedding
-from visual_gen.models.wan.text_kv import TextKV
+from visual_gen.models.wan.text_kv import TextKV, real_rows
 from visual_gen.models.wan.weights import load_weights
-from visual_gen.modules.attention import CROSS_KV_NEEDS, CrossKV
+from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV
 from visual_gen.modules.norms import modulated_layer_norm
 from visual_gen.modules.rope import RotaryTable
 
@@ -117,6 +117,11 @@ class WanTransformer(nn.Module):
         """Role → the backend taken (`name`) and the reasons (`why`)."""
         return {role: backend.selection for role, backend in self._backends.items()}
 
+    @property
+    def repeats_last_key(self) -> bool:
+        """Whether text attention may count one pad row several times, see attention_backend.pad_formulation."""
+        return self.blocks[0].cross_text.backend.supports_repeated_last_key()
+
     def _select_backends(self, dtype: torch.dtype, device: torch.device) -> dict[str, AttentionBackend]:
         config = self.config
         roles = ["self", "cross_text"] + (["cross_image"] if config.image_dim is not None else [])
@@ -156,36 +161,44 @@ class WanTransformer(nn.Module):
         text_lens: Sequence[int] | None = None,
         encoder_hidden_states_image: torch.Tensor | None = None,
         *,
+        text_mask: Sequence[Sequence[bool]] | torch.Tensor | None = None,
+        text_index: Sequence[int] | None = None,
         fixed_capacity: bool = False,
     ) -> TextKV:
         """Text keys and values of all layers, from the real rows and one pad row; needed once for a request.
 
-        encoder_hidden_states [B, L, text_dim]; text_lens: host ints, the real rows of each (None: all L); rows past
-        them count as zeros. encoder_hidden_states_image [B, N, image_dim], for models with image inputs.
-        fixed_capacity: packed text lies in buffers whose shapes do not depend on text_lens, for compiled or captured
-        steps; it then takes the memory of the padded form.
-        Raises ValueError on shapes and lengths that do not fit.
+        encoder_hidden_states [T, L, text_dim]; text_lens: host ints, the real rows of each (None: all L); rows past
+        them count as zeros. text_mask [T, L], in its place: True for every real row, in any pattern; the others count
+        as zeros; host bools or a tensor on the CPU. text_index: host ints, the text of each batch row (None: B = T,
+        each its own); rows that share a text share its projection. encoder_hidden_states_image [B, N, image_dim], for
+        models with image inputs. fixed_capacity: packed text lies in buffers whose shapes do not depend on text_lens,
+        for compiled or captured steps; it then takes the memory of the padded form.
+        Raises ValueError on shapes, lengths and masks that do not fit, and on a mask that only a device knows.
         """
         text = encoder_hidden_states
         if text.ndim != 3 or text.shape[-1] != self.config.text_dim:
             raise ValueError(
                 f"encoder_hidden_states has shape {tuple(text.shape)}; expected [B, L, text_dim {self.config.text_dim}]"
             )
-        batch, padded_len = text.shape[:2]
-        lens = host_lens("text_lens", [padded_len] * batch if text_lens is None else text_lens, padded_len)
-        if len(lens) != batch:
-            raise ValueError(f"text_lens has {len(lens)} lengths for encoder_hidden_states of batch {batch}")
+        num_texts, padded_len = text.shape[:2]
+        index = tuple(range(num_texts))
+        if text_index is not None:
+            index = host_lens("text_index", text_index, num_texts - 1)
+        texts = real_rows(text, text_lens, text_mask, self.attention_metadata_state)
         # Row by row, so that a prompt's bits do not depend on the lengths of its neighbours (see make_cross_kv).
-        rows = [self.text_embedding(text[b, :n].to(self.dtype)) for b, n in enumerate(lens)]
+        used = sorted(set(index))
+        rows = [self.text_embedding(texts[i].to(self.dtype)) for i in used]
+        index = tuple(map(used.index, index))
         pad_row = None
-        if min(lens) < padded_len:
+        if min(map(len, rows)) < padded_len:
             pad_row = self.text_embedding(rows[0].new_zeros(1, self.config.text_dim))
         layers = tuple(
-            block.cross_text.make_cross_kv(rows, padded_len, pad_row, fixed_capacity=fixed_capacity)
+            block.cross_text.make_cross_kv(rows, padded_len, pad_row, index=index, fixed_capacity=fixed_capacity)
             for block in self.blocks
         )
-        image = self._project_image(encoder_hidden_states_image, batch)
-        return TextKV(lens, padded_len, self.attention.cross_kv, layers, image)
+        image = self._project_image(encoder_hidden_states_image, len(index))
+        lens = tuple(len(rows[i]) for i in index)
+        return TextKV(lens, len(index), padded_len, self.attention.cross_kv, layers, image)
 
     def _project_image(self, tokens: torch.Tensor | None, batch: int) -> tuple[CrossKV, ...] | None:
         if (tokens is None) != (self.image_embedding is None):

@@ -7,7 +7,7 @@ unless said otherwise.
 import pytest
 import torch
 
-from attention_backend import AttentionMetadataState, AttentionSpec, merge_attention, select_backend
+from attention_backend import AttentionMetadataState, AttentionSpec, merge_attention, merge_pad_rows, select_backend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fa4_device")]
 
@@ -112,32 +112,57 @@ def test_no_keys_at_all_gives_zeros_and_minus_inf(make_gpu_case, check_case, for
     assert out.eq(0).all() and torch.isneginf(lse).all()
 
 
-@pytest.mark.parametrize("form", ["padded", "packed"])
+@pytest.mark.parametrize("form", ["dense", "padded", "packed", "packed_q", "paged", "merge", "repeated_key"])
 def test_720p_queries_over_a_long_and_a_short_prompt(check_sequence, form):
-    """Wan 14B at 720p: 75 600 queries, 40 heads, 500 and 5 text rows."""
-    num_heads, num_queries, kv_lens, capacity = 40, 75600, [500, 5], 512
-    gen = torch.Generator(DEVICE).manual_seed(0)
+    """Wan 14B at 720p: 75 600 queries, 40 heads, 500 and 5 text rows; the last two with pad rows up to 512."""
+    num_heads, num_queries, kv_lens, capacity, block_size = 40, 75600, [500, 5], 512, 128
+    gen, state = torch.Generator(DEVICE).manual_seed(0), AttentionMetadataState()
 
     def rand(*shape):
         return torch.randn(*shape, num_heads, HEAD_DIM, generator=gen, device=DEVICE, dtype=DTYPE)
 
-    q, state = rand(2, num_queries), AttentionMetadataState()
-    if form == "padded":
-        k, v = rand(2, capacity), rand(2, capacity)
-        metadata = state.padded_kv("cross_text", kv_lens, capacity, q.device)
-        keys, values = ([x[b, :n] for b, n in enumerate(kv_lens)] for x in (k, v))
-    else:
-        k, v = rand(sum(kv_lens)), rand(sum(kv_lens))
-        metadata = state.packed_kv("cross_text", kv_lens, q.device)
-        keys, values = (x.split(kv_lens) for x in (k, v))
+    q, pad, lse = rand(2, num_queries), rand(2), None
+    keys, values = ([rand(n) for n in ([capacity] * 2 if form == "dense" else kv_lens)] for _ in "kv")
     backend = select_backend("flash_attn4", AttentionSpec("cross_text", num_heads, HEAD_DIM, DTYPE, DEVICE))
-    out, lse = backend.forward(q, k, v, metadata, return_lse=True)
+    k, v = torch.cat(keys), torch.cat(values)
+    if form in ("merge", "repeated_key"):
+        pads = state.packed_pad_kv("cross_text", kv_lens, capacity, DEVICE, formulation=form)
+        rows = [[torch.cat([x, p.expand(capacity - len(x), -1, -1)]) for x in xs]
+                for xs, p in zip((keys, values), pad, strict=True)]  # fmt: skip
+        if form == "merge":
+            out, packed_lse = backend.forward(q, k, v, pads.packed, return_lse=True)
+            out = merge_pad_rows(q, out, packed_lse, *pad, pads, backend.spec.softmax_scale)
+        else:
+            k, v = (torch.cat([x[: n + 1] for x, n in zip(xs, kv_lens, strict=True)]) for xs in rows)
+            out = backend.forward(q, k, v, pads.packed)
+        keys, values = rows
+    elif form == "packed_q":
+        metadata = state.packed_kv("cross_text", kv_lens, DEVICE, q_lens=[num_queries] * 2)
+        out, lse = backend.forward(q.flatten(0, 1), k, v, metadata, return_lse=True)
+        out, lse = out.view_as(q), lse.unflatten(1, (2, num_queries)).transpose(0, 1)
+    else:
+        if form == "dense":
+            k, v, metadata = torch.stack(keys), torch.stack(values), None
+        elif form == "padded":
+            k, v = (torch.stack([torch.cat([x, rand(capacity - len(x))]) for x in xs]) for xs in (keys, values))
+            metadata = state.padded_kv("cross_text", kv_lens, capacity, DEVICE)
+        elif form == "packed":
+            metadata = state.packed_kv("cross_text", kv_lens, DEVICE)
+        else:
+            tables = [[3, 5, 1, 2], [4, 0, 0, 0]]
+            k, v = rand(2, 6, block_size)
+            for pool, xs in ((k, keys), (v, values)):
+                for table, x in zip(tables, xs, strict=True):
+                    for block, part in zip(table, x.split(block_size), strict=False):
+                        pool[block, : len(part)] = part
+            metadata = state.paged_kv("cross_text", tables, kv_lens, block_size, DEVICE)
+        out, lse = backend.forward(q, k, v, metadata, return_lse=True)
     for b in range(2):
         for head in range(0, num_heads, 4):  # the oracle's scores in fp64 would not fit for all heads
             some = slice(head, head + 4)
             part = (x[:, some] for x in (q[b], keys[b], values[b]))
-            scale = backend.spec.softmax_scale
-            check_sequence(f"sequence {b} heads {some}", *part, scale, False, out[b][:, some], lse[b, some])
+            lse_b, scale = None if lse is None else lse[b, some], backend.spec.softmax_scale
+            check_sequence(f"sequence {b} heads {some}", *part, scale, False, out[b][:, some], lse_b)
 
 
 VIEWS = {

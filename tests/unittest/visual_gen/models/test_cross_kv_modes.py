@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention_backend import AttentionBackend, PackedKV, PackedPadKV, register_backend
+from attention_backend import AttentionBackend, GraphBuffers, PackedKV, PackedPadKV, register_backend
 from attention_backend.sdpa import SDPABackend
 from attention_backend.selection import _classes
 from visual_gen.models.wan import WanTransformer
@@ -100,6 +100,94 @@ def test_no_text_at_all_gives_finite_results(load, make_inputs):
     assert model(**inputs, text_lens=(0, 3, 0)).isfinite().all()
     exact = load(cross_kv="packed_pad_exact")(**inputs, text_lens=(0, 3, 0))
     assert (exact - load()(**inputs, text_lens=(0, 3, 0))).abs().max() <= 1e-5
+
+
+MASK = [[1, 0, 1, 1, 0, 0, 1] + [0] * 25, [0] * 31 + [1], [1, 1, 1] + [0] * 29]
+
+
+@torch.no_grad()
+def test_a_mask_that_is_no_prefix_marks_the_real_rows_in_every_mode(make_reference, make_inputs):
+    """padded: diffusers' own model, whose unmarked rows are zeros. packed: attention to the marked rows alone."""
+    reference, folder = make_reference(**CONFIG)
+    models = {
+        mode: WanTransformer.from_pretrained(folder, attention={"cross_kv": mode})
+        for mode in ("padded", "packed", "packed_pad_exact")
+    }
+    inputs = make_inputs(models["padded"].config, latent=(3, 4, 6), text_lens=(32, 32, 32), text_len=32)
+    text, keep = inputs.pop("encoder_hidden_states"), torch.tensor(MASK, dtype=torch.bool)
+    expected = reference(**inputs, encoder_hidden_states=text * keep[..., None], return_dict=False)[0]
+    poisoned = text.masked_fill(~keep[..., None], float("nan"))
+    gathered = torch.zeros_like(text)
+    for b, row in enumerate(keep):
+        gathered[b, : row.sum()] = text[b, row]
+    for mode, model in models.items():
+        for mask in (MASK, keep):
+            text_kv = model.project_text(poisoned, text_mask=mask)
+            assert text_kv.text_lens == (4, 1, 3)
+            out = model(**inputs, text_kv=text_kv)
+            if mode != "packed":
+                assert (out - expected).abs().max() <= 2e-5
+            else:
+                assert (out - expected).abs().max() > 1e-2
+            # Text rows have no position: the marked ones moved to the front are the same text, bit for bit.
+            assert torch.equal(out, model(**inputs, text_kv=model.project_text(gathered, (4, 1, 3))))
+    prefix = models["padded"](**inputs, text_kv=models["padded"].project_text(text, (4, 1, 3)))
+    assert (prefix - expected).abs().max() > 1e-2  # what reading the mask as lengths would give
+
+
+@torch.no_grad()
+def test_masks_that_do_not_fit_are_refused(load, make_inputs):
+    model = load()
+    text = make_inputs(model.config, **INPUTS)["encoder_hidden_states"]
+    for mask, message in (
+        (torch.ones(3, 32, dtype=torch.bool, device="meta"), "text_mask is a tensor on meta; .*text_mask.cpu"),
+        ([[1] * 31] * 3, r"text_mask has 3 rows of \[31\] entries; expected 3 rows of 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.project_text(text, text_mask=mask)
+    with pytest.raises(ValueError, match="text_lens and text_mask are both given"):
+        model.project_text(text, LENS, text_mask=[[1] * 32] * 3)
+    assert model.attention_metadata_state.builds == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["padded", "packed", "packed_pad_exact"])
+def test_batch_rows_of_one_text_share_its_projection_and_nothing_else_changes(load, make_inputs, mode):
+    model = load(cross_kv=mode)
+    inputs = make_inputs(model.config, latent=(3, 4, 6), text_lens=(7, 1, 32, 7), text_len=32)
+    text, index = inputs.pop("encoder_hidden_states")[:3], (0, 1, 0, 1)
+    counts = []
+    for block in model.blocks:
+        block.cross_text.to_kv.register_forward_hook(lambda *_: counts.append(1))
+    model.text_embedding.register_forward_hook(lambda *_: counts.append(100))
+    shared = model.project_text(text, LENS, text_index=index)
+    pad = mode != "packed"  # its pad row is embedded all the same
+    assert sum(counts) == (2 + pad) * len(model.blocks) + 300
+    assert (shared.batch, shared.text_lens) == (4, (7, 1, 7, 1))
+    each = model.project_text(text[list(index)], shared.text_lens)
+    assert torch.equal(model(**inputs, text_kv=shared), model(**inputs, text_kv=each))
+    with pytest.raises(ValueError, match=r"text_index\[1\] is 3; it must be between 0 and 2"):
+        model.project_text(text, LENS, text_index=(0, 3))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["padded", "packed", "packed_pad_exact"])
+def test_a_models_text_in_the_buffers_of_a_graph_follows_the_layouts(load, make_inputs, mode):
+    model = load(cross_kv=mode)
+    inputs = make_inputs(model.config, **INPUTS)
+    text = inputs.pop("encoder_hidden_states")
+    layouts = [LENS, (31, 2, 5), (1, 7, 31), LENS]
+    texts = [model.project_text(text, lens, fixed_capacity=True) for lens in layouts]
+    assert len({kv.signature() for kv in texts}) == 1
+    buffers = GraphBuffers(texts[0])
+    for text_kv in (*texts, texts[1]):
+        buffers.copy_from(text_kv)
+        out = model(**inputs, text_kv=buffers.entry)
+        torch.testing.assert_close(out, model(**inputs, text_kv=text_kv), rtol=0, atol=1e-5)
+    other = load(cross_kv="packed" if mode != "packed" else "padded").project_text(text, LENS, fixed_capacity=True)
+    for kv in (other, model.project_text(text[:2], LENS[:2], fixed_capacity=True)):
+        with pytest.raises(ValueError, match="capture another graph"):
+            buffers.copy_from(kv)
 
 
 @pytest.fixture

@@ -106,14 +106,18 @@ class Repeating(SDPABackend):
     [
         ((300, 126), 428, ("PackedKV", 512, False), ("packed_pad", "repeated_key", "packed", (3,), 512, None, 512)),
         ((120, 0), 122, ("PackedKV", 512, False), ("packed_pad", "repeated_key", "packed", (3,), 512, None, 512)),
-        ((512, 126), 638, ("PackedKV", None, True), ("packed_pad", "merge", "packed", (3,), 512, None, None)),
+        ((512, 126), 639, ("PackedKV", 512, False), ("packed_pad", "repeated_key", "packed", (3,), 512, None, 512)),
+        (
+            (*(512,) * 7, 126), 7 * 512 + 126, ("PackedKV", None, True),
+            ("packed_pad", "merge", "packed", (9,), 512, None, None),
+        ),
         ((500, 400), 1024, ("NoneType", None, False), ("dense", 2, 512)),
         ((512, 512), 1024, ("NoneType", None, False), ("dense", 2, 512)),
     ],
-)
+)  # fmt: skip
 def test_pad_exact_takes_the_formulation_of_the_layout_where_the_backend_has_both(lens, rows, call, signature):
     torch.manual_seed(1)
-    x, text = torch.randn(2, 7, HIDDEN), torch.randn(sum(lens) + 1, HIDDEN)
+    x, text = torch.randn(len(lens), 7, HIDDEN), torch.randn(sum(lens) + 1, HIDDEN)
     padded = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text")
     backend = Repeating(padded.spec())
     site = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text", cross_kv="packed_pad_exact", backend=backend)
@@ -123,6 +127,7 @@ def test_pad_exact_takes_the_formulation_of_the_layout_where_the_backend_has_bot
     torch.testing.assert_close(site(x, kv), expected, rtol=0, atol=1e-5)
     assert kv.k.flatten(0, -3).shape[0] == kv.v.flatten(0, -3).shape[0] == rows
     assert backend.calls == [call]
+    assert kv.formulation == (signature[1] if signature[0] == "packed_pad" else "padded")
     assert site.attention_metadata_state.signature() == (("cross_text", signature),)
 
 
@@ -144,6 +149,93 @@ def test_pack_ragged_kv_is_the_same_with_and_without_the_state():
     assert (state.builds, state.hits) == (2, 0)
     assert site.pack_ragged_kv(k, v, [2, 6, 0], state)[2] is with_state[2]
     assert (state.builds, state.hits, state.device_copies) == (2, 1, 2)
+
+
+@torch.no_grad()
+def test_a_mask_that_is_no_prefix_keeps_exactly_the_marked_rows():
+    torch.manual_seed(2)
+    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text")
+    q, k, v = (torch.randn(3, n, HEADS, HEAD_DIM) for n in (5, 4, 4))
+    mask, state = [[1, 0, 1, 1], [0, 0, 0, 0], [False, False, True, False]], AttentionMetadataState()
+    keys, values, metadata = site.pack_ragged_kv(k, v, attention_metadata_state=state, kv_mask=mask)
+    assert type(metadata) is PackedKV and metadata.kv_lens == (3, 0, 1) and metadata.max_seqlen_kv == 4
+    assert torch.equal(keys, torch.cat([k[0, [0, 2, 3]], k[2, [2]]]))
+    scores = (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1)) / HEAD_DIM**0.5
+    hidden = ~torch.tensor(mask, dtype=torch.bool)[:, None, None]
+    expected = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0) @ v.double().transpose(1, 2)
+    out = site.backend.forward(q, keys, values, metadata)
+    torch.testing.assert_close(out.double(), expected.transpose(1, 2), rtol=0, atol=1e-5)
+
+    again = site.pack_ragged_kv(k, v, None, state, kv_mask=torch.tensor(mask).bool())
+    assert again[2] is metadata and (state.builds, state.device_copies) == (1, 1)
+    mask[0] = [1, 1, 0, 1]  # changed in place: another layout
+    assert torch.equal(site.pack_ragged_kv(k, v, None, state, kv_mask=mask)[0][:3], k[0, [0, 1, 3]])
+    prefix = site.pack_ragged_kv(k, v, kv_mask=[[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+    for a, b in zip(prefix[:2], site.pack_ragged_kv(k, v, [2, 4, 0])[:2], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (None, "either kv_lens or kv_mask"),
+        ([1, 0, 1, 1], r"kv_mask is \[1, 0, 1, 1\]; it must be a row of bools for each sequence"),
+        ([[1, 0, 1]] * 2, r"2 rows of \[3\] entries; expected 2 rows of 4"),
+        ([[1, 0, 1, 1]], "1 rows of .*expected 2 rows of 4"),
+        ([[1, 0, 1, 1], [1, 0]], r"2 rows of \[2, 4\] entries"),
+        ([[1, 0, 1, 2], [1, 0, 1, 1]], r"kv_mask\[0\]\[3\] is 2"),
+        ([[1, 0, 1, 1], [1, 0.5, 1, 1]], r"kv_mask\[1\]\[1\] is 0.5"),
+        (torch.ones(2, 4), r"kv_mask\[0\]\[0\] is 1.0; a mask's entries must be bools"),
+        (torch.ones(2, 4, dtype=torch.bool, device="meta"), r"tensor on meta; .*known on the host.*kv_mask.cpu\(\)"),
+    ],
+)
+def test_masks_that_cannot_be_read_are_refused_with_the_way_out(mask, message):
+    site, state = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text"), AttentionMetadataState()
+    k = torch.randn(2, 4, HEADS, HEAD_DIM)
+    with pytest.raises(ValueError, match=message):
+        site.pack_ragged_kv(k, k, None, state, kv_mask=mask)
+    assert state.builds == 0
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_mask_on_the_host_waits_for_nothing_and_one_on_the_device_is_refused():
+    site = Attention(256, 2, 128, role="cross_text").to("cuda", torch.bfloat16)
+    q, k, v = (torch.randn(2, n, 2, 128, device="cuda", dtype=torch.bfloat16) for n in (64, 4, 4))
+    state = AttentionMetadataState()
+
+    def attend(mask):
+        return site.backend.forward(q, *site.pack_ragged_kv(k, v, None, state, kv_mask=mask))
+
+    attend([[1, 1, 1, 1], [1, 0, 0, 0]])  # compiles the kernel
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = attend([[1, 0, 1, 1], [0, 1, 0, 0]])
+        with pytest.raises(ValueError, match=r"kv_mask is a tensor on cuda:0; .*before the steps, with kv_mask.cpu"):
+            attend(torch.ones(2, 4, dtype=torch.bool, device="cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    rows = [0, 2, 3]
+    scores = torch.einsum("shd,lhd->hsl", q[0].double(), k[0, rows].double()) * 128**-0.5
+    expected = torch.einsum("hsl,lhd->shd", scores.softmax(-1), v[0, rows].double())
+    torch.testing.assert_close(out[0].double(), expected, atol=2e-2, rtol=2e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["padded", "packed", "packed_pad_exact"])
+def test_sequences_that_share_rows_share_their_projection(mode):
+    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text", cross_kv=mode)
+    rows, pad = [torch.randn(n, HIDDEN) for n in (5, 2, 9)], torch.randn(1, HIDDEN)
+    index, projected = (1, 0, 1, 1), []
+    site.to_kv.register_forward_hook(lambda _, args, __: projected.append(len(args[0])))
+    shared = site.make_cross_kv(rows, 9, pad, index=index)
+    assert projected == [2, 5] + [1] * (mode != "packed")
+    each = site.make_cross_kv([rows[i] for i in index], 9, pad)
+    assert torch.equal(shared.k, each.k) and torch.equal(shared.v, each.v)
+    for bad in ((0, 3), (-1,), ()):
+        with pytest.raises(ValueError, match="index"):
+            site.make_cross_kv(rows, 9, pad, index=bad)
 
 
 def test_pack_ragged_kv_refuses_what_it_cannot_pack():

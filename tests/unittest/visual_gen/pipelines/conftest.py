@@ -47,7 +47,7 @@ def seeded(seed):
 
 @pytest.fixture
 def counted(pipe, monkeypatch):
-    """Counts of the transformer's forwards, with their batch sizes, and of its text projections, with their lengths."""
+    """The batch sizes of the transformer's forwards, and the text lengths of the rows of its text projections."""
     calls = {"batches": [], "text_lens": []}
     forward, project_text = pipe.transformer.forward, pipe.transformer.project_text
 
@@ -56,9 +56,9 @@ def counted(pipe, monkeypatch):
         calls["batches"].append(hidden_states.shape[0])
         return forward(hidden_states, timestep, **kwargs)
 
-    def counting_project_text(hidden, text_lens):
-        calls["text_lens"].append(list(text_lens))
-        return project_text(hidden, text_lens)
+    def counting_project_text(hidden, text_lens, *, text_index):
+        calls["text_lens"].append([text_lens[i] for i in text_index])
+        return project_text(hidden, text_lens, text_index=text_index)
 
     monkeypatch.setattr(pipe.transformer, "forward", counting_forward)
     monkeypatch.setattr(pipe.transformer, "project_text", counting_project_text)

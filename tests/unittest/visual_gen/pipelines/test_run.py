@@ -29,6 +29,7 @@ def test_the_record_says_what_the_run_did(pipe, generate, counted):
     assert counted["batches"] == [4, 4, 4]
     assert counted["text_lens"] == [[4, 1, 3, 3]]
     assert record.transformer_forwards == 3
+    assert (record.cross_kv, record.cross_kv_formulations) == ("padded", ["padded"])
     assert (record.prompt_tokens, record.negative_prompt_tokens) == ([4, 1], [3, 3])
     assert record.latent_shape == (2, pipe.vae.config.z_dim, 2, 4, 6)
     assert tuple(record.stage_seconds) == STAGES

@@ -95,6 +95,31 @@ def test_each_distinct_text_is_encoded_once(pipe, generate, monkeypatch):
     assert len(passes) == 2
 
 
+@pytest.mark.parametrize(
+    "cfg, negative, projected",
+    [
+        ("batched", "", 3),  # "a star", "" and the pad row, whatever the number of rows and steps
+        ("batched", ["", "a star", "a red ball"], 4),
+        ("sequential", "", 4),  # each branch with its pad row
+        ("sequential", ["a star", "a star", "a star"], 2),  # both branches show the same: one projection
+    ],
+)
+def test_rows_that_show_one_text_share_its_keys_and_values(pipe, generate, cfg, negative, projected):
+    """Counted at the first and the last layer, in calls of a request of 3 steps."""
+    counts, hooks = {}, []
+    for layer in (0, -1):
+        site = pipe.transformer.blocks[layer].cross_text
+        hooks.append(
+            site.to_kv.register_forward_hook(lambda *_, layer=layer: counts.update({layer: counts.get(layer, 0) + 1}))
+        )
+    try:
+        generate(["a star"] * 3, seed=[0, 1, 2], negative_prompt=negative, cfg=cfg, output_type="latent")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert counts == {0: projected, -1: projected}
+
+
 def test_a_text_length_without_room_for_the_end_token_is_refused(pipe):
     with pytest.raises(ValueError, match="max_sequence_length is 0"):
         tokenize(pipe.tokenizer, "a", 0)

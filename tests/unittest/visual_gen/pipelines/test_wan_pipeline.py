@@ -191,7 +191,29 @@ def test_cross_modes_build_each_layout_once_for_a_whole_run(cross_kv):
     difference = (output.frames - exact).abs().max()
     assert (difference > 0.01) if cross_kv == "packed" else (difference < 1e-3)
     assert output.record.cross_kv == cross_kv
+    assert output.record.cross_kv_formulations == ["merge" if cross_kv == "packed_pad_exact" else cross_kv]
     assert output.record.attention.keys() == {"self", "cross_text"}
     counts = output.record.metadata
     assert counts["builds"] == counts["device_copies"] == (cross_kv != "padded")
     assert run(pipe, RED, 1, output_type="latent").record.metadata["builds"] == 0  # the layout is known by then
+
+
+@pytest.mark.gpu
+def test_pad_exact_in_bf16_on_a_gpu_is_within_twice_the_error_of_padded():
+    """With text of 512 rows, as Wan's own, so that a backend that can repeat a key does."""
+
+    def latents(dtype, **attention):
+        pipe = WanPipeline.from_pretrained(
+            "wan-shapes", dtype=dtype, device="cuda", attention=attention, progress=False
+        )
+        return run(pipe, RED, 0, output_type="latent", max_sequence_length=512)
+
+    exact = latents(torch.float32, self="sdpa", cross_text="sdpa").frames
+    error = {}
+    for mode in ("padded", "packed_pad_exact", "packed"):
+        output = latents(torch.bfloat16, cross_kv=mode)
+        error[mode] = ((output.frames - exact).norm() / exact.norm()).item()
+        if mode == "packed_pad_exact":
+            repeats = output.record.attention["cross_text"]["backend"] == "flash_attn4"
+            assert output.record.cross_kv_formulations == ["repeated_key" if repeats else "merge"]
+    assert error["packed_pad_exact"] <= 2 * error["padded"] < error["packed"], error

@@ -1,0 +1,48 @@
+"""What the benchmarks measure with: medians of interleaved arms, and how far results are apart."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+Call = Callable[[], torch.Tensor]
+
+
+def milliseconds(call: Call, *, calls: int = 1, keep_busy: bool = False, device: str = "cuda") -> float:
+    """Of one call out of `calls` in a row, by device events, or by the host's clock for the CPU.
+
+    keep_busy: one more call before them, so that the device does not wait for the host at the start.
+    """
+    if keep_busy:
+        call()
+    if device == "cpu":
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return 1e3 * (time.perf_counter() - start) / calls
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def interleaved(arms: Mapping[str, Call], rounds: int, **options) -> dict[str, float]:
+    """Median milliseconds of each arm; the first round is not counted. options: those of `milliseconds`."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds + 1):
+        for name, call in arms.items():
+            times[name].append(milliseconds(call, **options))
+    return {name: round(statistics.median(values[1:]), 4) for name, values in times.items()}
+
+
+def relative(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """RMS difference over the RMS of what is expected, row of the batch by row, as fp32 copies may be large."""
+    parts = [(a.float() - b.float()).square().sum() for a, b in zip(out, expected, strict=True)]
+    norms = [b.float().square().sum() for b in expected]
+    return round((sum(parts) / sum(norms)).sqrt().item(), 6)

@@ -1,0 +1,142 @@
+"""Compiles the attention kernels that a configuration will call, each by one call on tensors as small as do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attention_backend import (
+    AttentionBackend,
+    AttentionBackendError,
+    AttentionMetadataState,
+    AttentionSpec,
+    select_backend,
+)
+from visual_gen.config import ConfigError, RunConfig
+from visual_gen.models.wan import WanConfig
+from visual_gen.modules.attention import Attention
+from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV
+from visual_gen.runtime.costs import image_tokens
+from visual_gen.runtime.model import required_model
+
+# Kernels that take two tiles of queries at once where there are as many are the ones that a video needs.
+QUERIES = 512
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kind of call of one role. seconds: of its first call, compilation included, None where its backend compiles
+    nothing. Kinds that another role has compiled already take next to none."""
+
+    role: str
+    backend: str
+    call: str
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """selection_seconds: choosing the backends, which imports their packages. notes: what the caller should know."""
+
+    selection_seconds: float
+    variants: list[Variant]
+    notes: list[str]
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum(variant.seconds or 0.0 for variant in self.variants)
+
+
+def warm_up(config: RunConfig) -> WarmUp:
+    """Calls each attention site of `config` once in every form that its text lengths may make it take.
+
+    What is compiled depends on dtype, head size, kind of lengths, LSE, text length and card, not on the video's size.
+    Raises ConfigError on a model that is not known here and on a GPU that is not here, AttentionBackendError if a named
+    backend cannot run here.
+    """
+    model = required_model(config)
+    wan, generation = model.transformer, config.generation
+    latents = model.geometry.latent_shape(1, generation.num_frames, generation.height, generation.width)
+    # Divided by the same powers of two as the video's own: kernels are compiled apart for numbers that 16 divides.
+    queries = QUERIES + model.geometry.num_tokens(latents) % 16
+    start = time.perf_counter()
+    try:
+        device = config.torch_device()
+        backends = {role: _backend(config, wan, role, device) for role in _roles(wan)}
+    except (ConfigError, AttentionBackendError) as error:
+        raise type(error)(
+            f"nothing can be compiled here: {error}. Kernels are compiled on the machine whose card will run them"
+        ) from error
+    selected = time.perf_counter() - start
+    variants = []
+    with torch.inference_mode():
+        for role, backend in backends.items():
+            for name, compiles, call in _calls(config, wan, role, backend, queries):
+                variants.append(Variant(role, backend.name, name, _seconds(call, device) if compiles else None))
+    notes = [note for cls in dict.fromkeys(map(type, backends.values())) if (note := cls.kernel_cache_problem())]
+    if device.type == "cpu" and config.device == "auto":
+        notes.append("There is no GPU here: the kernels of one are compiled on the machine that has it.")
+    return WarmUp(selected, variants, notes)
+
+
+def _roles(wan: WanConfig) -> list[str]:
+    return ["self", "cross_text"] + ["cross_image"] * (wan.image_dim is not None)
+
+
+def _backend(config: RunConfig, wan: WanConfig, role: str, device: torch.device) -> AttentionBackend:
+    needs = CROSS_KV_NEEDS[config.attention.cross_kv] if role == "cross_text" else frozenset()
+    heads = (wan.num_attention_heads, wan.attention_head_dim)
+    return select_backend(
+        getattr(config.attention, role), AttentionSpec(role, *heads, config.torch_dtype(), device, needs=needs)
+    )
+
+
+def _calls(
+    config: RunConfig, wan: WanConfig, role: str, backend: AttentionBackend, queries: int
+) -> Iterator[tuple[str, bool, Callable[[], torch.Tensor]]]:
+    """(what is called, whether that compiles something, the call) for every form that a role's K/V can take."""
+    generation, compiles = config.generation, type(backend).compiles_kernels
+    batch = max(1, len(generation.prompts))
+    batch *= 1 + (generation.cfg == "batched" and generation.guidance_scale > 1)
+    heads, device = (wan.num_attention_heads, wan.attention_head_dim), backend.spec.device
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, *heads, dtype=config.torch_dtype(), device=device)
+
+    if role == "self":
+        q, k, v = zeros(batch, queries, 3).unbind(2)
+        yield "all keys", compiles, lambda: backend.forward(q, k, v)
+        return
+    text_length = generation.max_sequence_length
+    mode = config.attention.cross_kv if role == "cross_text" else "padded"
+    with torch.device("meta"):  # only its attention is called, so its projections need no memory
+        site = Attention(8, *heads, role=role, backend=backend, cross_kv=mode, qk_norm=None)
+    q, state = zeros(batch, queries), AttentionMetadataState()
+    rows = text_length if role == "cross_text" else image_tokens(wan)
+    padded = CrossKV(zeros(batch, rows), zeros(batch, rows))
+    yield "all keys", compiles, lambda: site.attend(q, padded)
+    lens = [1] * batch
+    if mode == "packed":
+        metadata = state.packed_kv(role, lens, device, max_seqlen_kv=text_length)
+        packed = CrossKV(zeros(batch), zeros(batch), metadata)
+        yield "packed K/V", compiles, lambda: site.attend(q, packed)
+    if mode == "packed_pad_exact":
+        if backend.supports_repeated_last_key():
+            pads = state.packed_pad_kv(role, lens, text_length, device, formulation="repeated_key")
+            repeated = CrossKV(zeros(2 * batch), zeros(2 * batch), pads)
+            yield "packed K/V, repeated key", compiles, lambda: site.attend(q, repeated)
+        pads = state.packed_pad_kv(role, lens, text_length, device, formulation="merge")
+        merged = CrossKV(zeros(batch), zeros(batch), pads, zeros(), zeros())
+        # The merge is a kernel of this project, whatever the backend.
+        yield "packed K/V with LSE, and merge", compiles or device.type == "cuda", lambda: site.attend(q, merged)
+
+
+def _seconds(call: Callable[[], torch.Tensor], device: torch.device) -> float:
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
