@@ -11,6 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from visual_gen.pipelines.cpu_conv import OneDnnConv3d, channels_innermost
+
 from .clips import clip_for, draw
 from .combinations import Prompt
 from .scores import chance_share, read_clip, right_share
@@ -42,14 +44,17 @@ def shown(frames: Tensor) -> Tensor:
 def _vae(folder):
     from diffusers import AutoencoderKLWan
 
-    return AutoencoderKLWan.from_pretrained(folder / "vae", torch_dtype=torch.float32).eval()
+    vae = AutoencoderKLWan.from_pretrained(folder / "vae", torch_dtype=torch.float32).eval()
+    channels_innermost(vae)
+    return vae
 
 
 @torch.no_grad()
 def through_vae(folder, frames: Tensor) -> Tensor:
     """Frames as the checkpoint's VAE gives them back, in -1..1."""
     vae = _vae(folder)
-    return vae.decode(vae.encode(frames).latent_dist.mode()).sample.clamp(-1, 1)
+    with OneDnnConv3d():
+        return vae.decode(vae.encode(frames).latent_dist.mode()).sample.clamp(-1, 1)
 
 
 def _shape_overlap(readings, prompts: Sequence[Prompt]) -> float:
