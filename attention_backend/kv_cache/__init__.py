@@ -2,6 +2,7 @@
 
 from attention_backend.kv_cache.attend import CachedAttention
 from attention_backend.kv_cache.batch import KVBatch, LayerKV
+from attention_backend.kv_cache.contiguous import ContiguousKVCache
 from attention_backend.kv_cache.errors import KVCacheError, OutOfBlocks
 
-__all__ = ["CachedAttention", "KVBatch", "KVCacheError", "LayerKV", "OutOfBlocks"]
+__all__ = ["CachedAttention", "ContiguousKVCache", "KVBatch", "KVCacheError", "LayerKV", "OutOfBlocks"]
