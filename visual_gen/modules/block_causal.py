@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,19 @@ def attend_block_mask(
 ) -> torch.Tensor:
     """q, k, v [N, S, H, D], their N · S rows one or several sequences of the mask's length → out like q.
 
-    FlexAttention, differentiable; compiled on a GPU, where the plain form would hold all scores.
+    FlexAttention, compiled on a GPU, where the plain form would hold all scores. Differentiable: on a CPU, where
+    FlexAttention has no backward pass, gradients take the dense mask through torch's SDPA.
     """
     length = block_mask.seq_lengths[0]
     if q.shape[0] * q.shape[1] % length:
         raise ValueError(f"q has {q.shape[0] * q.shape[1]} rows, the block mask is for sequences of {length}")
     q_BHSD, k_BHSD, v_BHSD = (x.reshape(-1, length, *x.shape[2:]).transpose(1, 2) for x in (q, k, v))
-    attend = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
-    out = attend(q_BHSD, k_BHSD, v_BHSD, block_mask=block_mask, scale=softmax_scale)
+    if not q.is_cuda and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        mask = create_mask(block_mask.mask_mod, None, None, length, length, device=str(q.device))
+        out = F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, mask, scale=softmax_scale)
+    else:
+        attend = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
+        out = attend(q_BHSD, k_BHSD, v_BHSD, block_mask=block_mask, scale=softmax_scale)
     return out.transpose(1, 2).reshape(q.shape)
 
 

@@ -21,7 +21,7 @@ class TextPool:
     """`slots` prompts of up to text_len rows: per layer one K and one V [slots · text_len, H, D], never moved.
 
     A prompt is written into a slot once and read in place by every forward until it is written over, so a session's
-    prompt can be switched between two forwards. Holds what the model's cross_kv needs: "padded" rows with their padding,
+    prompt can be switched between two forwards. Holds what the model's cross_kv needs: "padded" rows with padding,
     or "packed" ones without.
     """
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 
 from attention_backend.kv_cache.contiguous import ContiguousKVCache
@@ -64,6 +65,27 @@ def make_model():
         return model if settings.get("trainable") else model.requires_grad_(False)
 
     return make
+
+
+@pytest.fixture
+def masked_forward():
+    """A bidirectional model's own forward, with frame-by-frame visibility [F, F] put into its self-attention: timesteps
+    [R, F]."""
+
+    def forward(model, latents, timesteps, text, visible):
+        mask = visible.repeat_interleave(FRAME_TOKENS, 0).repeat_interleave(FRAME_TOKENS, 1)
+
+        class Masked:
+            spec = model.blocks[0].self_attn.backend.spec
+
+            def forward(self, q, k, v):
+                return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask).transpose(1, 2)
+
+        for block in model.blocks:
+            block.self_attn.backend = Masked()
+        return model(latents, timesteps.repeat_interleave(FRAME_TOKENS, 1), text_kv=text)
+
+    return forward
 
 
 @pytest.fixture
