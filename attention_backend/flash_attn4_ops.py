@@ -58,6 +58,7 @@ def run_packed(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
+    seqused_k: torch.Tensor | None,
     max_seqlen_k: int,
     cu_seqlens_q: torch.Tensor | None,
     max_seqlen_q: int | None,
@@ -68,6 +69,7 @@ def run_packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, Sq, H, D], or [total_q, H, D] with cu_seqlens_q, over packed k, v [total_kv, Hkv, D].
 
+    With seqused_k [B] the keys of a sequence are that many rows from cu_seqlens_k on, wherever that is.
     Padded Q keeps its own form (no cu_seqlens_q is made up for it), which keeps the kernel's persistent scheduling.
     """
     modifier = {}
@@ -81,6 +83,7 @@ def run_packed(
         causal,
         return_lse,
         cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
         max_seqlen_k=max_seqlen_k,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,

@@ -87,6 +87,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     preferred_layout: ClassVar[AttentionTensorLayout] = AttentionTensorLayout.NHD
     capabilities: ClassVar[frozenset[str]] = frozenset()  # names of the supports_* methods, without "supports_"
+    preferred_block_size: ClassVar[int] = 16  # tokens of a block of a paged cache that this backend reads best
 
     def __init__(self, spec: AttentionSpec) -> None:
         reasons = self.unsupported_reasons(spec)
@@ -140,6 +141,11 @@ class AttentionBackend(ABC):
     @classmethod
     def unavailable_reason(cls) -> str | None:
         """Why this backend cannot run on this machine at all, with the install command; None if it can."""
+        return None
+
+    @classmethod
+    def kernels_from(cls) -> str | None:
+        """Which of several packages that carry this backend's kernels is used; None where there is no such choice."""
         return None
 
     @classmethod

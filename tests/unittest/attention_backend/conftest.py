@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from attention_backend import AttentionSpec, PackedKV, PaddedKV, PagedKV, select_backend
+from attention_backend import AttentionSpec, ExtentKV, PackedKV, PaddedKV, PagedKV, select_backend
 
 
 def dense_attention(q, k, v, scale: float, causal: bool = False):
@@ -44,7 +44,7 @@ class Case:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    metadata: PaddedKV | PackedKV | PagedKV | None
+    metadata: PaddedKV | PackedKV | PagedKV | ExtentKV | None
     sequences: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(repr=False)
 
     def split(self, out, lse=None):
@@ -80,8 +80,9 @@ def _starts(lens, device):
 
 @pytest.fixture(scope="session")
 def make_case():
-    """make_case(form, q_lens, kv_lens, ...): form "dense", "padded", "packed", "packed_q", "paged", "paged_q".
+    """make_case(form, q_lens, kv_lens, ...): form "dense", "padded", "packed", "paged", "extent"; "_q" packs Q too.
 
+    Extents lie in another order than their sequences, with `padding` rows between them and behind the last.
     host_lens=False leaves the lengths to the device tensors. Every slot that belongs to no sequence holds `poison`.
     """
 
@@ -136,6 +137,23 @@ def make_case():
             tail = torch.full((padding, kv_heads, head_dim), poison, dtype=dtype, device=device)
             metadata = PackedKV(_starts(kv_lens, device), longest, known, **q_side)
             return Case(q, torch.cat([*ks, tail]), torch.cat([*vs, tail]), metadata, sequences)
+
+        if form.startswith("extent"):
+            starts, rows = [0] * len(kv_lens), 1  # unaligned
+            for b in torch.randperm(len(kv_lens), generator=gen).tolist():
+                starts[b], rows = rows, rows + kv_lens[b] + padding
+            k, v = (torch.full((rows, kv_heads, head_dim), poison, dtype=dtype, device=device) for _ in "kv")
+            for b, start in enumerate(starts):
+                k[start : start + kv_lens[b]], v[start : start + kv_lens[b]] = ks[b], vs[b]
+            metadata = ExtentKV(
+                _int32([*starts, rows], device),
+                _int32(kv_lens, device),
+                longest,
+                starts=tuple(starts) if host_lens else None,
+                kv_lens=known,
+                **q_side,
+            )
+            return Case(q, k, v, metadata, sequences)
 
         assert form.startswith("paged"), form
         blocks = [-(-n // block_size) for n in kv_lens]

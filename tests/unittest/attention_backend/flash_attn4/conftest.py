@@ -39,7 +39,10 @@ class Kernel:
     ):
         self.calls.append(dict(locals()))
         qs = list(q) if cu_seqlens_q is None else q.split(cu_seqlens_q.diff().tolist())
-        if cu_seqlens_k is not None:
+        if cu_seqlens_k is not None and seqused_k is not None:
+            lens, starts = seqused_k.tolist(), cu_seqlens_k[:-1].tolist()
+            ks, vs = ([x[start : start + n] for start, n in zip(starts, lens, strict=True)] for x in (k, v))
+        elif cu_seqlens_k is not None:
             lens = cu_seqlens_k.diff().tolist()
             ks, vs = (x[: sum(lens)].split(lens) for x in (k, v))
         else:

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fa4_device")]
 DEVICE, DTYPE, HEAD_DIM = "cuda", torch.bfloat16, 128
 # Blocks of 128 tokens are the kernel's key tile and are read by TMA; all others are read by cp.async.
 FORMS = [("dense", 0), ("padded", 0), ("packed", 0), ("packed_q", 0), ("paged", 128), ("paged", 104), ("paged_q", 104)]
+FORMS += [("extent", 0), ("extent_q", 0)]
 BOUNDARIES = [1, 63, 64, 65, 127, 128, 129, 192, 256, 0, 300]
 
 
@@ -188,6 +189,8 @@ def test_a_sequence_of_a_batch_equals_its_own_run_bit_for_bit(make_gpu_case, for
             fields |= {"cu_seqlens_kv": torch.tensor([0, m.kv_lens[b]], dtype=torch.int32, device=DEVICE)}
         else:
             fields |= {"seqused_kv": m.seqused_kv[b : b + 1].clone()}
+        if form.startswith("extent"):
+            fields |= {"starts_kv": m.starts_kv[[b, -1]], "starts": m.starts[b : b + 1]}
         if form == "padded":
             k, v = (x[b : b + 1] for x in (k, v))
         elif form.startswith("paged"):

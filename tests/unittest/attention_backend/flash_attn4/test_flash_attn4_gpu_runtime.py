@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fa4_device")]
 
 DEVICE, DTYPE, HEAD_DIM = "cuda", torch.bfloat16, 128
 FORMS = [("dense", 0), ("padded", 0), ("packed", 0), ("packed_q", 0), ("paged", 128), ("paged", 104), ("paged_q", 104)]
+FORMS += [("extent", 0), ("extent_q", 0)]
 
 
 @pytest.mark.parametrize("form, block_size", FORMS)
