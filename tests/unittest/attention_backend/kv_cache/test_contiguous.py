@@ -5,8 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from attention_backend import AttentionMetadataState, AttentionSpec, PaddedKV, select_backend
-from attention_backend.kv_cache import CachedAttention, KVCacheError
-from attention_backend.kv_cache.contiguous import ContiguousKVCache
+from attention_backend.kv_cache import CachedAttention, ContiguousKVCache, KVCacheError
 
 LAYERS, FRAME_TOKENS, FRAMES, CHUNKS, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 3, 7, 4, 2, 16
 CHUNK_TOKENS = FRAMES * FRAME_TOKENS
