@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from visual_gen.device import find_device
 
@@ -61,6 +61,14 @@ def check_unicode(name: str, text: str) -> None:
     """Raise ValueError if `text` holds half characters, which neither a tokenizer nor a file can take."""
     if not _is_unicode(text):
         raise ValueError(f"{name} is {_show(text)}; it must be {_UNICODE}")
+
+
+def _steps(value: object) -> object:
+    if isinstance(value, list | tuple) and value and all(isinstance(x, int | float) for x in value):
+        value = tuple(float(x) for x in value)
+        if all(a > b for a, b in zip(value, value[1:], strict=False)):
+            return value
+    raise ValueError("a list of noise levels that fall, such as [1000, 750, 500, 250]")
 
 
 def _whole(value: object) -> object:
@@ -133,6 +141,46 @@ class GenerationConfig(_Section):
     def seeds(self) -> tuple[int, ...]:
         """One seed for each prompt."""
         return tuple(self.seed + i for i in range(len(self.prompts)))
+
+
+class CausalConfig(_Section):
+    """How a causal model makes a video of any length, a chunk of latent frames at a time.
+
+    `frames_per_chunk` latent frames are made together, `first_chunk_frames` in the first chunk if it differs. Visible
+    are the first `sink_frames` frames and the last `recent_frames`, the chunk itself counted in those. `steps` are the
+    noise levels, 1000 down, that each chunk is denoised at, before `flow_shift` moves them: 1 leaves them as they are.
+    The defaults are Self-Forcing's. `block_size` (tokens) and `read` are those of the KV cache.
+    """
+
+    frames_per_chunk: PositiveInt = 3
+    first_chunk_frames: PositiveInt | None = None
+    sink_frames: Annotated[int, Field(ge=0)] = 0
+    recent_frames: PositiveInt = 21
+    steps: Annotated[tuple[Annotated[float, Field(gt=0, le=1000)], ...], BeforeValidator(_steps)] = (
+        1000.0, 750.0, 500.0, 250.0,
+    )  # fmt: skip
+    flow_shift: PositiveFloat = 5.0
+    block_size: PositiveInt | Literal["auto"] = "auto"
+    read: Literal["auto", "extent", "block_table", "staged"] = "auto"
+
+    @property
+    def max_chunk_frames(self) -> int:
+        return max(self.frames_per_chunk, self.first_chunk_frames or 0)
+
+    @property
+    def timesteps(self) -> tuple[float, ...]:
+        """The steps as flow_shift moves them: t = 1000 · shift · s / (1 + (shift - 1) · s) of s = step / 1000."""
+        shift = self.flow_shift
+        return tuple(1000 * shift * s / (1 + (shift - 1) * s) for s in (step / 1000 for step in self.steps))
+
+    @model_validator(mode="after")
+    def _fits(self) -> CausalConfig:
+        if self.recent_frames < self.max_chunk_frames:
+            raise ValueError(
+                f"recent_frames of at least {self.max_chunk_frames}, the frames of a chunk, which it counts; it is "
+                f"{self.recent_frames}"
+            )
+        return self
 
 
 class OutputConfig(_Section):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from attention_backend.kv_cache import CachedAttention, KVBatch, LayerKV
+from attention_backend import AttentionBackend
+from attention_backend.kv_cache import CachedAttention, KVBatch, KVCacheError, LayerKV
 from visual_gen.config import AttentionConfig
 from visual_gen.models.wan.authors_names import AUTHORS_NAMES, PickledWeights
 from visual_gen.models.wan.config import WanConfig
@@ -66,6 +67,11 @@ class CausalWanTransformer(WanTransformer):
             dtype=dtype, device=device, attention=attention, trainable=trainable,
         )  # fmt: skip
 
+    @property
+    def self_attention(self) -> AttentionBackend:
+        """The backend that a cache for this model is made with, and read through."""
+        return self.blocks[0].self_attn.backend
+
     def new_text_pool(self, slots: int, text_len: int) -> TextPool:
         """An empty pool for `slots` prompts whose projected text has up to text_len rows."""
         return TextPool(
@@ -113,6 +119,7 @@ class CausalWanTransformer(WanTransformer):
         tokens = torch.cat([self._frame_tokens(x) for x in rows])
         caches = [kv.layer(i) for i in range(self.config.num_layers)]
         self._check_layer(caches[0])
+        self._check_depth(kv)
         self._bind_caches()
         flow = self._run_blocks(tokens, timesteps.unsqueeze(1), rotary, layers, caches=caches)
         if ragged:
@@ -185,6 +192,13 @@ class CausalWanTransformer(WanTransformer):
                 f"the cache holds heads, head_dim {found[0]} in {found[1]} on {found[2]}; this model has {heads} in "
                 f"{self.dtype} on {self.device}: make the cache from the model's settings"
             )
+
+    def _check_depth(self, kv: KVBatch) -> None:
+        try:
+            kv.layer(self.config.num_layers)
+        except KVCacheError:
+            return
+        raise ValueError(f"the cache has more layers than the {self.config.num_layers} of this model: make its own")
 
     def _bind_caches(self) -> None:
         """Gives each self-attention site the operator of the backend that it has now, one for all that share it: a

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from attention_backend.kv_cache.contiguous import ContiguousKVCache
+from attention_backend.kv_cache import ContiguousKVCache, PagedKVCache
 from visual_gen.models.wan import CausalWanTransformer, WanConfig
 
 DATA = Path(__file__).parents[4] / "data" / "self_forcing"
@@ -115,8 +115,6 @@ def make_contiguous():
 @pytest.fixture
 def make_paged():
     def make(model, frame_tokens=FRAME_TOKENS, num_blocks=200, block_size=4, read="auto", **settings):
-        from attention_backend.kv_cache.paged import PagedKVCache
-
         return PagedKVCache(
             model.config.num_layers, model.config.num_attention_heads, model.config.attention_head_dim, frame_tokens,
             num_blocks=num_blocks, block_size=block_size, backend=model.blocks[0].self_attn.backend, dtype=model.dtype,

@@ -65,7 +65,7 @@ def test_everything_visible_over_the_contiguous_cache(recordings, load, make_con
 def test_every_read_of_the_paged_cache(recordings, load, make_paged, name, read):
     recording = recordings[name]
     model = load(recording)
-    cache = make_paged(model, read=read, staging_tokens=2 * 64 if read == "staged" else 0)
+    cache = make_paged(model, read=read, staging_tokens=1000 if read == "staged" else 0)
     sessions = paged_sessions(cache, recording, recording.config["batch"])
     reads = set()
 
