@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from timing import interleaved, milliseconds, rms_difference
 
 from attention_backend import AttentionMetadataState, AttentionSpec, merge_pad_rows, select_backend
 from attention_backend.merge import merge_pad_rows_
@@ -133,24 +134,10 @@ def allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
-def milliseconds(call: Callable[[], torch.Tensor]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    start.record()
-    for _ in range(CALLS):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / CALLS
-
-
-def interleaved(arms: dict[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each arm; the first round is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(rounds + 1):
-        for name, call in arms.items():
-            times[name].append(milliseconds(call))
-    return {name: round(statistics.median(values[1:]), 4) for name, values in times.items()}
+def timed(arms: dict[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each arm."""
+    measures = {name: partial(milliseconds, call, "cuda", before=call, calls=CALLS) for name, call in arms.items()}
+    return interleaved(measures, rounds)
 
 
 def temporary_bytes(call: Callable[[], torch.Tensor]) -> int:
@@ -162,24 +149,17 @@ def temporary_bytes(call: Callable[[], torch.Tensor]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def difference(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """RMS difference over the RMS of what is expected, row of the batch by row, as fp32 copies are large."""
-    parts = [(a.float() - b.float()).square().sum() for a, b in zip(out, expected, strict=True)]
-    norms = [b.float().square().sum() for b in expected]
-    return round((sum(parts) / sum(norms)).sqrt().item(), 6)
-
-
 def measure(backend, num_queries: int, lens: tuple[int, int], rounds: int) -> dict:
     pair = Pair(backend, num_queries, lens)
     arms = pair.arms()
     expected = arms["padded_kernel"]()
     result = {
         "formulation": getattr(pair.arrange("packed_pad_exact").metadata, "formulation", "dense"),
-        "rms_difference_from_padded": {name: difference(call(), expected) for name, call in arms.items()},
+        "rms_difference_from_padded": {name: rms_difference(call(), expected) for name, call in arms.items()},
         "peak_bytes_of_a_call": {name: temporary_bytes(call) for name, call in arms.items()},
     }
     del expected
-    result["median_ms"] = interleaved(arms, rounds)
+    result["median_ms"] = timed(arms, rounds)
     held = pair.kv_bytes()
     result["kv_bytes"] = held
     result["kv_saved_percent"] = {mode: round(100 * (1 - n / held["padded"]), 1) for mode, n in held.items()}
@@ -197,7 +177,7 @@ def merge_pass(pair: Pair, arms, rounds: int) -> dict[str, float]:
     def call():
         merge_pad_rows_(q, out, lse, k, v, log_pads, pair.scale)
 
-    ms = interleaved({"merge": call}, rounds)["merge"]
+    ms = timed({"merge": call}, rounds)["merge"]
     moved = 3 * q.nbytes + lse.nbytes
     return {"median_ms": ms, "bytes": moved, "tb_per_s": round(moved / ms / 1e9, 3)}
 
@@ -210,7 +190,7 @@ def self_attention(backend, num_queries: int, rounds: int) -> dict[str, float]:
     shape = (1, num_queries, spec.num_heads, spec.head_dim)
     q, k, v = (torch.randn(shape, device=spec.device, dtype=spec.dtype) for _ in "qkv")
     arms = {"backend": lambda: backend.forward(q, k, v), "kernel": lambda: flash_attn_func(q, k, v)[0]}
-    return interleaved(arms, rounds)
+    return timed(arms, rounds)
 
 
 def goals(name: str, results: dict[str, dict]) -> list[dict]:

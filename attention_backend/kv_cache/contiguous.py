@@ -12,6 +12,8 @@ import torch
 
 from attention_backend.kv_cache.batch import KVBatch, LayerKV
 from attention_backend.kv_cache.errors import KVCacheError
+from attention_backend.kv_cache.geometry import check_count
+from attention_backend.kv_cache.rows import LayerRows
 from attention_backend.metadata import PaddedKV
 from attention_backend.metadata_state import AttentionMetadataState
 
@@ -42,15 +44,13 @@ class ContiguousKVCache:
             "frame_tokens": frame_tokens, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
         }  # fmt: skip
         for name, value in sizes.items():
-            _check_count(name, value)
+            check_count(name, value)
         self.num_rows, self.capacity_frames, self.frame_tokens = batch, capacity_frames, frame_tokens
         self.frames = 0
         self.attention_metadata_state = attention_metadata_state or AttentionMetadataState()
         shape = (batch, capacity_frames * frame_tokens, num_kv_heads, head_dim)
         # Zeros: kernels multiply rows past the used length by zero, which NaN would survive.
-        self._layers = [
-            tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv") for _ in range(num_layers)
-        ]  # fmt: skip
+        self._layers = LayerRows(num_layers, shape, dtype, torch.device(device)).layers
         self._open: ContiguousChunk | None = None
 
     def begin(self, frames: int) -> ContiguousChunk:
@@ -59,7 +59,7 @@ class ContiguousKVCache:
             raise KVCacheError(
                 f"frames is {frames!r}; the rows of this cache are on one timeline, so give one number, or {PAGED}"
             )
-        _check_count("frames", frames)
+        check_count("frames", frames)
         if self._open is not None:
             raise KVCacheError(f"a chunk of {self._open.frames} frames is open; commit() or abort() it first")
         if self.frames + frames > self.capacity_frames:
@@ -172,8 +172,3 @@ class _ContiguousBatch(KVBatch):
 
     def signature(self) -> tuple:
         return ("contiguous", self._chunk.frames * self.frame_tokens, *self._metadata.signature())
-
-
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise KVCacheError(f"{name} is {value!r}; it must be an integer of at least 1")
