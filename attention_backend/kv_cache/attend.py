@@ -15,7 +15,7 @@ from attention_backend.interface import AttentionBackend, AttentionBackendError,
 from attention_backend.kv_cache.batch import LayerKV
 from attention_backend.kv_cache.errors import KVCacheError
 from attention_backend.metadata import AttentionMetadata, ExtentKV, PackedKV, PaddedKV, PagedKV
-from attention_backend.selection import backend_classes, select_backend
+from attention_backend.selection import backend_classes
 
 
 class CachedAttention:
@@ -132,7 +132,7 @@ def run_write_and_attend(
         k_cache, v_cache = (x.view(-1, *x.shape[-2:]) for x in (k_cache, v_cache))
     spec = _spec(role, q.shape[-2], q.shape[-1], q.dtype, q.device, k.shape[-2], softmax_scale)
     metadata = _metadata(form, lens, places, max_seqlen_kv, cu_seqlens_q, max_seqlen_q, k_cache)
-    out = _backend(backend, spec).forward(q, k_cache, v_cache, metadata)
+    out = _instance(backend_classes()[backend], spec).forward(q, k_cache, v_cache, metadata)
     return out.flatten(0, 1) if padded else out
 
 
@@ -169,8 +169,8 @@ def _spec(role, num_heads, head_dim, dtype, device, num_kv_heads, softmax_scale)
 
 
 @functools.cache
-def _backend(name: str, spec: AttentionSpec) -> AttentionBackend:
-    return select_backend(name, spec)
+def _instance(backend: type[AttentionBackend], spec: AttentionSpec) -> AttentionBackend:
+    return backend(spec)
 
 
 write_and_attend = torch.library.custom_op(
