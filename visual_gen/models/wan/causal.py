@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from attention_backend import AttentionBackend
-from attention_backend.kv_cache import CachedAttention, KVBatch, KVCacheError, LayerKV
+from attention_backend.kv_cache import CachedAttention, KVBatch, KVCacheError
 from visual_gen.config import AttentionConfig
 from visual_gen.models.wan.authors_names import AUTHORS_NAMES, PickledWeights
+from visual_gen.models.wan.causal_inputs import CausalInputs
 from visual_gen.models.wan.config import WanConfig
 from visual_gen.models.wan.text_kv import TextKV
 from visual_gen.models.wan.text_pool import PooledText, TextPool, check_served, pooled
@@ -100,28 +101,47 @@ class CausalWanTransformer(WanTransformer):
         Raises ValueError, before anything is written, on shapes that do not fit each other or the cache, and on frames
         past the end of the rotary table.
         """
-        ragged = not isinstance(hidden_states, torch.Tensor)
-        rows = [x.unsqueeze(0) for x in hidden_states] if ragged else [hidden_states]
-        if not rows:
-            raise ValueError("hidden_states is an empty list; give one tensor for each row")
-        grids = [self._check_latents(x) for x in rows]
-        if len({grid[1:] for grid in grids}) != 1:
-            raise ValueError(f"latents of one batch have the token grids {grids}; height and width must be equal")
-        height, width = grids[0][1:]
-        frames = [grid[0] for grid, x in zip(grids, rows, strict=True) for _ in x]
-        self._check_cache(kv, frames, height * width)
-        timesteps = _frame_timesteps(timestep, frames, ragged)
-        text = pooled(text_kv)
-        self._check_text(text, len(frames))
+        grids = self._check_rows(hidden_states)
+        inputs = self.prepare(kv, text_kv, grids[0][1:])
+        return self.run(hidden_states, timestep, inputs)
 
-        rotary = self._rotary.frames(list(zip(kv.frame_starts, frames, strict=True)), height, width, rows[0].device)
-        layers = text.layers(self.attention_metadata_state, [n * height * width for n in frames])
-        tokens = torch.cat([self._frame_tokens(x) for x in rows])
-        caches = [kv.layer(i) for i in range(self.config.num_layers)]
-        self._check_layer(caches[0])
-        self._check_depth(kv)
+    def prepare(self, kv: KVBatch, text_kv: PooledText | TextKV, grid: tuple[int, int]) -> CausalInputs:
+        """What `run` needs beside latents and timesteps, the same for all forwards of a batch's chunks; nothing is
+        written. grid: tokens of a frame, vertically and horizontally. Raises ValueError as forward does."""
+        height, width = grid
+        if kv.frame_tokens != height * width:
+            raise ValueError(
+                f"a frame of hidden_states has {height * width} tokens; the cache was made for {kv.frame_tokens}"
+            )
+        if any(kv.extra_tokens):
+            raise ValueError(f"the batch has {list(kv.extra_tokens)} extra tokens; Wan has none: leave them out")
+        self._check_layers(kv)
         self._bind_caches()
-        flow = self._run_blocks(tokens, timesteps.unsqueeze(1), rotary, layers, caches=caches)
+        text = pooled(text_kv)
+        self._check_text(text, kv.num_rows)
+        rotary = self._rotary.frames(list(zip(kv.frame_starts, kv.frames, strict=True)), height, width, self.device)
+        return CausalInputs(kv, rotary, tuple(text.layers(self.attention_metadata_state, kv.q_lens)))
+
+    def run(
+        self,
+        hidden_states: torch.Tensor | Sequence[torch.Tensor],
+        timestep: torch.Tensor | Sequence[torch.Tensor],
+        inputs: CausalInputs,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """`forward` on prepared inputs: device work alone, for which no length is read, so that a graph may hold it."""
+        ragged = not isinstance(hidden_states, torch.Tensor)
+        grids = self._check_rows(hidden_states)
+        frames, (height, width) = [grid[0] for grid in grids], grids[0][1:]
+        if frames != list(inputs.kv.frames):
+            raise ValueError(
+                f"hidden_states has {len(frames)} rows of {frames} frames; the cache's batch has "
+                f"{inputs.kv.num_rows} of {list(inputs.kv.frames)}"
+            )
+        timesteps = _frame_timesteps(timestep, frames, ragged)
+        rows = [x.unsqueeze(0) for x in hidden_states] if ragged else [hidden_states]
+        tokens = torch.cat([self._frame_tokens(x) for x in rows])
+        caches = [inputs.kv.layer(i) for i in range(self.config.num_layers)]
+        flow = self._run_blocks(tokens, timesteps.unsqueeze(1), inputs.rotary, inputs.text, caches=caches)
         if ragged:
             parts = flow.split(frames)
             return [self._unpatchify(x.flatten(0, 1)[None], len(x), height, width)[0] for x in parts]
@@ -171,29 +191,26 @@ class CausalWanTransformer(WanTransformer):
         frames = latents.shape[2]
         return self._patchify(latents.to(self.dtype)).unflatten(1, (frames, -1)).flatten(0, 1)
 
-    def _check_cache(self, kv: KVBatch, frames: list[int], frame_tokens: int) -> None:
-        if (kv.num_rows, list(kv.frames)) != (len(frames), frames):
-            raise ValueError(
-                f"hidden_states has {len(frames)} rows of {frames} frames; the cache's batch has {kv.num_rows} of "
-                f"{list(kv.frames)}"
-            )
-        if kv.frame_tokens != frame_tokens:
-            raise ValueError(
-                f"a frame of hidden_states has {frame_tokens} tokens; the cache was made for {kv.frame_tokens}"
-            )
-        if any(kv.extra_tokens):
-            raise ValueError(f"the batch has {list(kv.extra_tokens)} extra tokens; Wan has none: leave them out")
+    def _check_rows(self, hidden_states: torch.Tensor | Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+        """The token grid of each row, or ValueError."""
+        if not len(hidden_states):
+            raise ValueError("hidden_states is empty; give latents for each row")
+        if isinstance(hidden_states, torch.Tensor):
+            return [self._check_latents(hidden_states)] * len(hidden_states)
+        grids = [self._check_latents(x.unsqueeze(0)) for x in hidden_states]
+        if len({grid[1:] for grid in grids}) != 1:
+            raise ValueError(f"latents of one batch have the token grids {grids}; height and width must be equal")
+        return grids
 
-    def _check_layer(self, layer: LayerKV) -> None:
-        heads = (self.config.num_attention_heads, self.config.attention_head_dim)
+    def _check_layers(self, kv: KVBatch) -> None:
+        layer, heads = kv.layer(0), (self.config.num_attention_heads, self.config.attention_head_dim)
         found = (tuple(layer.k.shape[-2:]), layer.k.dtype, layer.k.device)
         if found != (heads, self.dtype, self.device):
             raise ValueError(
                 f"the cache holds heads, head_dim {found[0]} in {found[1]} on {found[2]}; this model has {heads} in "
                 f"{self.dtype} on {self.device}: make the cache from the model's settings"
             )
-
-    def _check_depth(self, kv: KVBatch) -> None:
+        kv.layer(self.config.num_layers - 1)
         try:
             kv.layer(self.config.num_layers)
         except KVCacheError:

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,20 @@ def make_model():
             if parameter.ndim == 1 or name.endswith("qk_norm_weight"):
                 parameter.data += 0.2 * torch.randn_like(parameter)
         return model if settings.get("trainable") else model.requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture
+def make_gpu_model(make_model):
+    """A model of head_dim 64 on the GPU, through one backend, whose weights bf16 holds exactly."""
+
+    def make(backend, dtype=torch.bfloat16):
+        config = dataclasses.replace(TINY, attention_head_dim=64, ffn_dim=256)
+        model = make_model(config, attention={"self": backend, "cross_text": backend}, device="cuda", dtype=dtype)
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+        return model
 
     return make
 

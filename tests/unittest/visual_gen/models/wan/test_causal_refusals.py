@@ -41,7 +41,8 @@ def opened(make_model, make_text, make_contiguous):
         (latents(), torch.zeros(1, 12), r"timestep has shape \(1, 12\)"),
         ([latents()[0]], torch.zeros(1, 2), r"timestep has shape \(1, 2\); expected \[R\] = \(1,\)$"),
         ([latents()[0]], [torch.zeros(3)], r"timestep has shapes \[\(3,\)\]; expected"),
-        ([], torch.zeros(0), "empty list"),
+        ([], torch.zeros(0), "hidden_states is empty"),
+        (latents(0), torch.zeros(0), "hidden_states is empty"),
         ([latents()[0], latents(size=(4, 8))[0]], torch.zeros(2), "height and width must be equal"),
     ],
 )
