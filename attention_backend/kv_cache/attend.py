@@ -149,15 +149,19 @@ def _write(rows: torch.Tensor, dim: int, slots: torch.Tensor, new: torch.Tensor)
 
 def _metadata(form, lens, places, max_seqlen_kv, cu_seqlens_q, max_seqlen_q, k_cache) -> AttentionMetadata:
     # Lengths on a CPU are read for nothing, and known ones let the reference slice instead of mask.
-    def host(x: torch.Tensor | None) -> tuple[int, ...] | None:
-        return tuple(x.tolist()) if x is not None and x.device.type == "cpu" else None
+    on_host = lens.device.type == "cpu"
+
+    def host(x: torch.Tensor) -> tuple[int, ...] | None:
+        return tuple(x.tolist()) if on_host else None
+
+    def lengths(ends: torch.Tensor | None) -> tuple[int, ...] | None:
+        return host(ends.diff()) if on_host and ends is not None else None
 
     if form == "padded":
         return PaddedKV(lens, max_seqlen_kv, host(lens))
-    q_lens = None if cu_seqlens_q is None else host(cu_seqlens_q.diff())
-    q_side = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "q_lens": q_lens}
+    q_side = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "q_lens": lengths(cu_seqlens_q)}
     if form == "packed":
-        return PackedKV(lens, max_seqlen_kv, host(lens.diff()), **q_side)
+        return PackedKV(lens, max_seqlen_kv, lengths(lens), **q_side)
     if form == "paged":
         return PagedKV(places, lens, k_cache.shape[1], max_seqlen_kv, kv_lens=host(lens), **q_side)
     return ExtentKV(places, lens, max_seqlen_kv, starts=host(places[:-1]), kv_lens=host(lens), **q_side)

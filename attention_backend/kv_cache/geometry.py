@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from attention_backend.kv_cache.errors import KVCacheError
 from attention_backend.kv_cache.rows import Segment
 
-# Kernels load keys by tiles (FlashAttention-4: 128 rows, FlashAttention-3: 176), and zero times NaN is NaN: behind
-# each extent lie this many rows that are finite because nobody writes them.
-GUARD_ROWS = 176
+# Kernels load keys by tiles (FlashAttention-4: 128 rows; FlashAttention-3: 176 at head_dim 128, 192 up to 64), and zero
+# times NaN is NaN: behind each extent lie this many rows that are finite because nobody writes them.
+GUARD_ROWS = 192
 
 
 def check_count(name: str, value: int, least: int = 1) -> None:

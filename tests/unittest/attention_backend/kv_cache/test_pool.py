@@ -86,7 +86,7 @@ def test_a_run_has_guard_rows_that_nobody_else_gets(harness):
     for session in sessions:
         (branch,) = session.branches
         assert branch.is_run and branch.blocks == tuple(range(branch.blocks[0], branch.blocks[0] + len(branch.blocks)))
-        assert len(branch.blocks) * 16 - session.geometry.capacity_tokens >= GUARD_ROWS >= 176
+        assert len(branch.blocks) * 16 - session.geometry.capacity_tokens >= GUARD_ROWS >= 192
         owned += [*branch.blocks, *branch.journal]
     assert len(set(owned)) == len(owned) and 0 not in owned
     guards = [range(s.geometry.capacity_tokens, len(s.branches[0].blocks) * 16) for s in sessions]
@@ -226,18 +226,21 @@ def test_least_recently_used_copies_make_room_and_open_chunks_keep_theirs(harnes
 
 
 def test_too_small_a_staging_buffer_is_told_before_any_write(harness):
-    cache = harness.cache(read="staged", staging_tokens=2 * (48 + GUARD_ROWS))
+    room = 48 + GUARD_ROWS
+    cache = harness.cache(read="staged", staging_tokens=2 * room)
     streams = [harness.open(cache, recent_frames=2) for _ in range(3)]
     for stream in streams:
         harness.step(cache, [stream])
     chunks = [stream.session.begin(1) for stream in streams]
     staged = [x.clone() for layer in cache.staging.rows.layers for x in layer]
     before = harness.contents(cache)
-    with pytest.raises(KVCacheError, match=f"needs {3 * 224} staging rows and the cache has {2 * 224}, 0 of them held"):
+    with pytest.raises(
+        KVCacheError, match=f"needs {3 * room} staging rows and the cache has {2 * room}, 0 of them held"
+    ):
         cache.batch(chunks)
     harness.forward(cache, chunks[:1])
     regions = dict(cache.staging._regions)
-    with pytest.raises(KVCacheError, match="224 of them held by other open chunks; raise staging_tokens"):
+    with pytest.raises(KVCacheError, match=f"{room} of them held by other open chunks; raise staging_tokens"):
         cache.batch(chunks[1:])
     assert cache.staging._regions == regions and harness.same(before, harness.contents(cache))
     assert len(staged) == 4
@@ -253,7 +256,7 @@ def test_copies_in_pieces_are_placed_anew(harness):
     harness.step(cache, small)
     small[0].session.close()
     small[2].session.close()
-    large = harness.open(cache, recent_frames=4)  # 96 + 176 rows, above one place of 224
+    large = harness.open(cache, recent_frames=4)  # more rows than one place has
     for _ in range(5):
         harness.step(cache, [large, small[1]])
     harness.step(cache, [small[3]])
