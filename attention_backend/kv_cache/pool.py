@@ -9,7 +9,7 @@ import torch
 from attention_backend.kv_cache.errors import OutOfBlocks
 from attention_backend.kv_cache.free_runs import FreeRuns
 from attention_backend.kv_cache.geometry import SessionGeometry
-from attention_backend.kv_cache.rows import LayerRows, Segment, block_segments
+from attention_backend.kv_cache.rows import LayerRows, Segment, TokenRows
 
 
 class BranchStorage:
@@ -21,6 +21,7 @@ class BranchStorage:
     def __init__(self, blocks: Sequence[int], journal: Sequence[int], is_run: bool, block_size: int) -> None:
         self.blocks, self.journal, self.is_run, self.block_size = tuple(blocks), tuple(journal), is_run, block_size
         self.changes = 0
+        self._rows, self._journal_rows = (TokenRows(ids, block_size) for ids in (self.blocks, self.journal))
         self._table: tuple[int, ...] = ()
 
     @property
@@ -30,12 +31,10 @@ class BranchStorage:
 
     def rows(self, segments: Iterable[Segment]) -> list[Segment]:
         """The pool's rows of token segments."""
-        if self.is_run:
-            return [(self.first_row + start, length) for start, length in segments]
-        return [row for s in segments for row in block_segments(self.blocks, self.block_size, *s)]
+        return [row for segment in segments for row in self._rows.segments(*segment)]
 
     def journal_rows(self, start: int, length: int) -> list[Segment]:
-        return block_segments(self.journal, self.block_size, start, length)
+        return self._journal_rows.segments(start, length)
 
     def block_indices(self, segments: Iterable[Segment]) -> set[int]:
         """Which of the blocks hold something of token segments."""

@@ -5,32 +5,40 @@ A segment is (first row, number of rows), on the host.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 
 import torch
 
+from attention_backend.kv_cache.free_runs import runs
+
 Segment = tuple[int, int]
 
 
-def block_segments(blocks: Sequence[int], block_size: int, start: int, length: int) -> list[Segment]:
-    """Rows that tokens [start, start + length) have in blocks of block_size rows; neighbours are one segment."""
-    out: list[Segment] = []
-    while length > 0:
-        index, offset = divmod(start, block_size)
-        part = min(length, block_size - offset)
-        row = blocks[index] * block_size + offset
-        if out and sum(out[-1]) == row:
-            row, before = out.pop()
-            out.append((row, before + part))
-        else:
-            out.append((row, part))
-        start, length = start + part, length - part
-    return out
+class TokenRows:
+    """Which rows the tokens have that lie in blocks of block_size rows, one block after another."""
 
+    def __init__(self, blocks: Sequence[int], block_size: int) -> None:
+        self._runs: list[Segment] = []
+        self._first_tokens: list[int] = []
+        tokens = 0
+        for block, count in runs(blocks):
+            self._runs.append((block * block_size, count * block_size))
+            self._first_tokens.append(tokens)
+            tokens += count * block_size
 
-def total(segments: Sequence[Segment]) -> int:
-    return sum(length for _, length in segments)
+    def segments(self, start: int, length: int) -> list[Segment]:
+        """Of tokens start to start + length - 1; what lies in neighbouring blocks is one segment."""
+        out: list[Segment] = []
+        i = bisect.bisect(self._first_tokens, start) - 1
+        while length > 0:
+            row, count = self._runs[i]
+            offset = start - self._first_tokens[i]
+            part = min(length, count - offset)
+            out.append((row + offset, part))
+            start, length, i = start + part, length - part, i + 1
+        return out
 
 
 def row_index(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:

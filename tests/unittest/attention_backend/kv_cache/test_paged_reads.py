@@ -297,3 +297,38 @@ def test_reads_that_cannot_be_are_refused_when_the_cache_is_made(make_harness, r
     ]:
         with pytest.raises(KVCacheError, match=reason):
             harness.cache(read=read, staging_tokens=0)
+
+
+@pytest.mark.parametrize("last", ["extent", "staged"])
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_forwards_of_one_chunk_may_read_in_other_ways(make_harness, register_narrowed, last, end):
+    """A row that is a run, alone and beside one that is scattered, through a backend that knows no block tables."""
+    harness = make_harness(backend=register_narrowed("mixed", {"varlen", "extent_kv"}))
+    cache = harness.cache(num_blocks=90, staging_tokens=1200, poison=NAN)
+    run = harness.open(cache, recent_frames=2)
+    spacers = [harness.open(cache, recent_frames=1).session for _ in range(4)]
+    for session in spacers[::2]:
+        session.close()
+    scattered = harness.open(cache, recent_frames=12)
+    assert run.session.branches[0].is_run and not scattered.session.branches[0].is_run
+    for step in range(5):
+        before = harness.window(run)
+        chunk, other = run.session.begin(1), scattered.session.begin(1)
+        order = [[run], [run, scattered]] if last == "staged" else [[run, scattered], [run]]
+        for group in order:
+            forward = harness.forward(cache, [chunk, other][: len(group)])
+            assert forward.batch.read == ("staged" if len(group) == 2 else "extent")
+            harness.check(group, forward)
+        if end == "abort" and step % 2:
+            chunk.abort()
+            other.abort()
+            assert harness.same(before, harness.window(run))
+            continue
+        if last == "staged":
+            harness.commit([run, scattered], forward)
+        else:
+            assert cache.staging._regions[scattered.session.branches[0]].holds_chunk
+            assert not cache.staging._regions[run.session.branches[0]].holds_chunk
+            harness.commit([run], forward)
+            other.abort()
+        assert not any(region.holds_chunk for region in cache.staging._regions.values())

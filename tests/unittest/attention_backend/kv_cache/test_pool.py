@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from attention_backend.kv_cache import KVCacheError, OutOfBlocks, SessionGeometry
 from attention_backend.kv_cache.free_runs import FreeRuns, runs
 from attention_backend.kv_cache.geometry import GUARD_ROWS
-from attention_backend.kv_cache.rows import LayerRows, block_segments, row_index
+from attention_backend.kv_cache.rows import LayerRows, TokenRows, row_index
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -48,7 +48,9 @@ def test_scattered_places_come_out_of_the_shortest_runs():
 
 
 def test_segments_of_blocks_join_neighbours():
-    assert block_segments([7, 8, 3, 4, 9], 10, 5, 38) == [(75, 15), (30, 20), (90, 3)]
+    rows = TokenRows([7, 8, 3, 4, 9], 10)
+    assert rows.segments(5, 38) == [(75, 15), (30, 20), (90, 3)] and rows.segments(20, 20) == [(30, 20)]
+    assert rows.segments(49, 1) == [(99, 1)] and rows.segments(0, 0) == []
     index = row_index([(75, 3), (30, 1), (90, 2)], torch.device("cpu"))
     assert index.tolist() == [75, 76, 77, 30, 90, 91] and index.dtype == torch.int64
 
@@ -109,6 +111,23 @@ def test_versions_tell_a_block_that_was_given_to_another_session(harness):
     second = harness.open(cache, recent_frames=2)
     assert second.session.branches[0].blocks == blocks
     assert all(cache.pool.versions[b] > was for b, was in zip(blocks, before, strict=True))
+
+
+@pytest.mark.parametrize("end", ["commit", "abort", "rollback", "staged commit"])
+def test_versions_tell_blocks_whose_kept_tokens_changed(harness, end):
+    cache = harness.cache(read="staged" if end == "staged commit" else "extent", staging_tokens=600)
+    stream = harness.open(cache, sink_frames=1, recent_frames=2, rollback_chunks=1)
+    for _ in range(4):
+        harness.step(cache, [stream])
+    (branch,) = stream.session.branches
+    chunk = stream.session.begin(1)  # frame 4, at tokens 48 to 71: blocks 3 and 4
+    harness.forward(cache, [chunk])
+    if end == "rollback":
+        chunk.commit()
+    before = list(cache.pool.versions), branch.changes
+    {"abort": chunk.abort, "rollback": lambda: stream.session.rollback(1)}.get(end, chunk.commit)()
+    changed = {b for b, was in enumerate(before[0]) if cache.pool.versions[b] != was}
+    assert changed == set(branch.blocks[3:5]) and branch.changes > before[1]
 
 
 def test_memory_that_is_asked_for_is_memory_that_is_held(harness):
