@@ -79,12 +79,12 @@ class Stopwatch:
         return [a.elapsed_time(b) for a, b in pairs]
 
 
-def make_model(size: Size, backend: str, compile_with: str | None) -> CausalWanTransformer:
+def make_model(size: Size, backend: str, compile_with: dict | None) -> CausalWanTransformer:
     torch.manual_seed(0)
     model = CausalWanTransformer(size.config, attention={"self": backend}, dtype=size.dtype, device=size.device)
     model.requires_grad_(False)
-    if compile_with:
-        model.compile_blocks(backend=compile_with)
+    if compile_with is not None:
+        model.compile_blocks(**compile_with)
     return model
 
 
@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--long-chunks", type=int, default=1000)
     parser.add_argument("--long-steps", type=int, default=4, help="denoising forwards of each chunk of the long run")
+    parser.add_argument("--mode", default="default", help="of torch.compile; no CUDA graphs: the cache is written")
     parser.add_argument("--smoke", action="store_true", help="toy size on a CPU, two rounds, 20 chunks, no compiler")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -173,7 +174,7 @@ def main() -> None:
 
     began = time.perf_counter()
     size = (toy_size if options.smoke else full_size)(options.long_chunks)
-    compile_with = {"eager": None, "compiled": "eager" if options.smoke else "inductor"}
+    compile_with = {"eager": None, "compiled": {"backend": "eager"} if options.smoke else {"mode": options.mode}}
     models = {name: make_model(size, options.backend, how) for name, how in compile_with.items()}
     device = "CPU" if size.device == "cpu" else torch.cuda.get_device_name()
     choice = models["compiled"].attention_choices["self"]

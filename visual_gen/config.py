@@ -196,7 +196,10 @@ class OutputConfig(_Section):
 
 
 class RunConfig(_Section):
-    """All settings of one run. `device` is "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N"."""
+    """All settings of one run. `device` is "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
+
+    With `causal`, the model's weights are those of a causal one, for streams; without it, the model makes whole videos.
+    """
 
     model: ModelConfig
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -204,6 +207,7 @@ class RunConfig(_Section):
     attention: AttentionConfig = AttentionConfig()
     generation: GenerationConfig = GenerationConfig()
     output: OutputConfig = OutputConfig()
+    causal: CausalConfig | None = None
 
     def torch_dtype(self) -> torch.dtype:
         import torch
@@ -385,8 +389,9 @@ def _near(keys: tuple[str, ...]) -> str:
 def _sections() -> dict[tuple[str, ...], list[str]]:
     sections: dict[tuple[str, ...], list[str]] = {(): list(RunConfig.model_fields)}
     for name, field in RunConfig.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            sections[(name,)] = list(field.annotation.model_fields)
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                sections[(name,)] = list(kind.model_fields)
     return sections
 
 

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
-from attention_backend.kv_cache import Chunk, KVBatch, PagedKVCache, Session, SessionGeometry
-from attention_backend.kv_cache.geometry import GUARD_ROWS
-from attention_backend.kv_cache.sizes import choose_block_size
+from attention_backend.kv_cache import Chunk, KVBatch, PagedKVCache, Session
 from visual_gen.config import CausalConfig
 from visual_gen.models.wan import CausalWanTransformer, TextKV
 from visual_gen.pipelines.denoise import guided
 from visual_gen.pipelines.errors import GenerationError
 from visual_gen.pipelines.text import TextRows
+from visual_gen.runtime.streams import stream_size
 
 TRAIN_TIMESTEPS = 1000.0
 
@@ -90,25 +89,13 @@ def stream_cache(
     """A cache that holds so many streams of these settings, each with `branches` of guidance. frame_tokens: tokens of a
     latent frame."""
     backend, config = transformer.self_attention, transformer.config
-    size = settings.block_size
-    size = choose_block_size(backend, frame_tokens) if size == "auto" else size
-    geometry = SessionGeometry(frame_tokens=frame_tokens, branches=branches, **_window(settings))
-    blocks = geometry.branch_blocks(size, run=True) + geometry.journal_blocks(size)
-    staged = settings.read == "staged" or not (backend.supports_extent_kv() or backend.supports_paged_kv())
-    rows = streams * branches
+    size = stream_size(settings, frame_tokens, backend, branches=branches)
     return PagedKVCache(
         config.num_layers, config.num_attention_heads, config.attention_head_dim, frame_tokens,
-        num_blocks=1 + rows * blocks, block_size=size, read=settings.read, backend=backend, dtype=transformer.dtype,
-        device=transformer.device, staging_tokens=rows * (geometry.capacity_tokens + GUARD_ROWS) if staged else 0,
+        num_blocks=1 + streams * size.num_blocks, block_size=size.block_size, read=settings.read, backend=backend,
+        dtype=transformer.dtype, device=transformer.device, staging_tokens=streams * size.staging_tokens,
         attention_metadata_state=transformer.attention_metadata_state,
     )  # fmt: skip
-
-
-def _window(settings: CausalConfig) -> dict[str, int]:
-    return {
-        "sink_frames": settings.sink_frames, "recent_frames": settings.recent_frames,
-        "max_chunk_frames": settings.max_chunk_frames,
-    }  # fmt: skip
 
 
 def rollout_latents(*args, first_latents: torch.Tensor | None = None, **settings) -> torch.Tensor:
@@ -146,7 +133,10 @@ class _Stream:
         text_kv = self.transformer.project_text(hidden.to(self.transformer.device), lens)
         settings, branches = self.settings, self.branches
         cache = cache or stream_cache(self.transformer, settings, frame_tokens, branches=branches)
-        with cache.open_session(**_window(settings), branches=branches) as session:
+        with cache.open_session(
+            sink_frames=settings.sink_frames, recent_frames=settings.recent_frames, branches=branches,
+            max_chunk_frames=settings.max_chunk_frames,
+        ) as session:  # fmt: skip
             if first is not None:
                 self._recache(session, text_kv, first)
             all_frames = _chunk_frames(settings, continued=first is not None)

@@ -52,8 +52,12 @@ class Streams:
 
 @pytest.fixture
 def streams(make_model, make_paged, make_text):
-    model = make_model()
-    return lambda **settings: Streams(model, make_paged, make_text, **settings)
+    """streams(**settings) → Streams of a model with the same weights."""
+
+    def make(cross_kv="padded", **settings):
+        return Streams(make_model(attention={"cross_kv": cross_kv}), make_paged, make_text, **settings)
+
+    return make
 
 
 READS = ["extent", "block_table", "staged"]
@@ -91,14 +95,17 @@ def test_a_list_of_equal_chunks_is_the_tensor_of_them(streams):
 
 
 @torch.no_grad()
-def test_a_prompt_switched_between_chunks_counts_at_once_and_for_its_session_alone(streams):
+@pytest.mark.parametrize("cross_kv", ["padded", "packed"])
+def test_a_prompt_switched_between_chunks_counts_at_once_and_for_its_session_alone(streams, cross_kv):
     """P13, with the same number of tokens and with another."""
-    plain, switched = streams(), streams()
+    plain, switched = streams(cross_kv), streams(cross_kv)
     for before in range(2):
         for x, y in zip(plain.step([0, 1]), switched.step([0, 1]), strict=True):
             assert torch.equal(x, y), before
     for n in (3, 6):  # session 1 had 3
         switched.write_text(1, n, seed=9)
+        anew = switched.pool.extents([1])[1]
+        assert anew == ((7,) if cross_kv == "padded" else (n,))
         (x0, x1), (y0, y1) = plain.step([0, 1]), switched.step([0, 1])
         assert torch.equal(x0, y0)
         assert (x1 - y1).abs().max() > 1e-3
