@@ -172,6 +172,8 @@ def test_an_eighth_chunk_is_refused_before_anything_is_written():
         cache.begin(FRAMES).commit()
     with pytest.raises(KVCacheError, match="21 frames are committed and 3 more exceed capacity_frames 21.*Paged"):
         cache.begin(FRAMES)
+    with pytest.raises(KVCacheError, match="and 1 more exceed"):
+        cache.begin(1)
     assert cache.frames == FRAMES * CHUNKS and buffers(cache)[0][0].isnan().all()
 
 
