@@ -34,7 +34,8 @@ class AttentionBackendError(ValueError):
 class AttentionSpec:
     """One attention site: what a backend must be able to do there.
 
-    role: "self", "cross_text" or "cross_image". needs: any of "varlen", "padding_mask", "lse", "paged_kv", "grad".
+    role: "self", "cross_text" or "cross_image". needs: any of "varlen", "padding_mask", "lse", "paged_kv", "extent_kv",
+    "grad".
     softmax_scale None means head_dim ** -0.5; num_kv_heads None means num_heads. ValueError on impossible values.
     """
 

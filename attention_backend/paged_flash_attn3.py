@@ -17,7 +17,7 @@ COMPUTE_MAJORS = (9,)
 class PagedFlashAttention3Backend(AttentionBackend):
     """bf16 and fp16, inference only. Rows of K and V past a length must be finite: the kernel multiplies them by zero.
 
-    That holds for padded rows, packed rows and extents up to the end of the last key tile (176 rows at head_dim 128),
+    That holds for padded rows, packed rows and extents up to the end of the last key tile (at most 192 rows),
     which are loaded by whole tiles. Pages are read row by row: in them, rows past a length may hold anything.
     """
 
