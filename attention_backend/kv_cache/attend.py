@@ -81,6 +81,11 @@ def _check(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
             f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; expected k and v "
             f"[total_q, Hkv, D] with q's total_q and the cache's Hkv, D = {tail}"
         )
+    # A compiled graph is tied to every host value that it has read, and this one is a layout's.
+    if isinstance(layer.metadata, PagedKV) and not torch.compiler.is_compiling():
+        last = layer.metadata.max_block_id
+        if last is not None and last >= len(layer.k):
+            raise KVCacheError(f"the block table names block {last} of a pool of {len(layer.k)} blocks")
     if isinstance(layer.slots, torch.Tensor):
         rows = len(layer.k) if isinstance(layer.metadata, PaddedKV) else 1
         if rows * layer.slots.shape[0] != q.shape[0]:

@@ -190,6 +190,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(harness):
     assert harness.same(before, harness.contents(cache))
 
 
+def test_a_block_table_beyond_the_pool_is_refused_before_anything_is_written(harness):
+    state = harness.cache().attention_metadata_state
+    k, v = (torch.zeros(3, 16, 2, 8) for _ in "kv")
+    metadata = state.paged_kv("self", [[1, 3]], [24], 16, "cpu", q_lens=[24])
+    (q, new_k, new_v), _ = harness.inputs(24)
+    with pytest.raises(KVCacheError, match="names block 3 of a pool of 3 blocks"):
+        harness.attend(q, new_k, new_v, LayerKV(k, v, torch.arange(16, 40), metadata))
+    assert k.eq(0).all() and v.eq(0).all()
+
+
 def test_a_backend_must_be_registered_under_its_name():
     class Other(SDPABackend):
         pass

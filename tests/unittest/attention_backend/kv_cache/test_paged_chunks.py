@@ -117,6 +117,22 @@ def test_rollback_brings_back_windows_and_lengths(harness, read, recent, chunks)
     harness.step(cache, [stream], 2)
 
 
+def test_what_is_set_aside_after_a_rollback_leaves_what_older_chunks_need(harness, read):
+    cache = harness.cache(read=read)
+    stream = harness.open(cache, recent_frames=2, rollback_chunks=2)
+    windows = []
+    for _ in range(5):
+        windows.append(harness.window(stream))
+        harness.step(cache, [stream])
+    stream.session.rollback(1)
+    del stream.frames[4:]
+    harness.step(cache, [stream])
+    with stream.session.begin(1) as chunk:
+        harness.forward(cache, [chunk])
+    stream.session.rollback(2)
+    assert harness.same(windows[3], harness.window(stream))
+
+
 def test_rollback_of_a_chunk_that_held_nan_leaves_none(harness, read):
     cache = harness.cache(read=read)
     stream = harness.open(cache, recent_frames=2, rollback_chunks=1)
@@ -216,6 +232,9 @@ def test_blocks_of_a_session_that_held_nan_are_clean_for_the_next(harness, read)
         stream = harness.open(cache, recent_frames=2)
         chunk = stream.session.begin(1)
         outs.append(harness.forward(cache, [chunk], inputs=harness.inputs(24, seed=1)).outs)
+        if read == "staged":
+            rows = slice(0, cache.staging._regions[stream.session.branches[0]].num_rows)
+            assert all(x[rows].isfinite().all() for layer in cache.staging.rows.layers for x in layer)
         stream.session.close()
         assert all(x.eq(0).all() for x in harness.contents(cache))
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))

@@ -38,7 +38,7 @@ def test_windows_that_fill_are_full_and_slide_equal_dense(harness, read, frame_t
 
 def test_the_frame_size_of_480p(harness, read):
     """c 1 560, bs 16."""
-    cache = harness.cache(1560, num_blocks=340, read=read, staging_tokens=3300)
+    cache = harness.cache(1560, num_blocks=340, read=read, staging_tokens=3400)
     stream = harness.open(cache, recent_frames=2)
     for keys in (1560, 3120):
         assert harness.step(cache, [stream], denoise=0) == [keys]

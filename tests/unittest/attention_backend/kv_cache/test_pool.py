@@ -238,7 +238,8 @@ def test_least_recently_used_copies_make_room_and_open_chunks_keep_theirs(harnes
     harness.step(cache, [a, b])
     chunk_a = a.session.begin(1)
     forward_a = harness.forward(cache, [chunk_a])
-    harness.step(cache, [c])  # takes b's place: a's chunk is nowhere else
+    harness.step(cache, [b])
+    harness.step(cache, [c])  # takes b's place, though a was used before b: a's chunk is nowhere else
     harness.check([a], forward_a)
     harness.commit([a], forward_a)
     harness.step(cache, [a])
@@ -297,3 +298,20 @@ def test_sequences_known_by_their_ends_follow_the_order_of_the_batch(make_harnes
     chunk = streams[0].session.begin(1)
     with pytest.raises(KVCacheError, match="staged through packed_only has none; commit the frames one by one"):
         cache.batch([chunk], frame_causal=True)
+
+
+def test_a_forward_follows_a_copy_that_moved_within_its_chunk(harness):
+    cache = harness.cache(read="staged", staging_tokens=3 * (48 + GUARD_ROWS))
+    small = [harness.open(cache, recent_frames=2) for _ in range(3)]
+    harness.step(cache, small)
+    small[0].session.close()
+    small[2].session.close()
+    stream, large = small[1], harness.open(cache, recent_frames=4)
+    chunks = [stream.session.begin(1), large.session.begin(1)]
+    starts = []
+    for group in ([stream], [stream, large], [stream]):
+        forward = harness.forward(cache, chunks[: len(group)])
+        harness.check(group, forward)
+        starts.append(cache.staging._regions[stream.session.branches[0]].start)
+    assert starts[0] != starts[1] == starts[2]
+    harness.commit([stream], forward)
