@@ -166,6 +166,8 @@ class Attention(nn.Module):
             else:
                 out = self.backend.forward(q, k, v)
             return self.to_out(out.flatten(2))
+        if cache is not None or block_mask is not None:
+            raise ValueError(f"a {self.role!r} site sees all of its text or image: leave cache and block_mask out")
         if self.role == "cross_image":
             raise ValueError("a 'cross_image' site has no Q of its own: call attend with the text site's project_q")
         if kv is None or rotary is not None:

@@ -13,7 +13,8 @@ from diffusers.utils.torch_utils import randn_tensor
 
 from attention_backend.kv_cache import Chunk, KVBatch, PagedKVCache, Session
 from visual_gen.config import CausalConfig
-from visual_gen.models.wan import CausalWanTransformer, TextKV
+from visual_gen.models.wan import CausalWanTransformer, PooledText
+from visual_gen.models.wan.text_pool import pooled
 from visual_gen.pipelines.denoise import guided
 from visual_gen.pipelines.errors import GenerationError
 from visual_gen.pipelines.text import TextRows
@@ -53,6 +54,11 @@ def rollout(
     for name, rows in (("text", text), ("negative", negative)):
         if rows is not None and len(rows.lens) != 1:
             raise ValueError(f"{name} has {len(rows.lens)} rows; a stream has one prompt")
+    if guide and text.hidden.shape != negative.hidden.shape:
+        raise ValueError(
+            f"text has shape {tuple(text.hidden.shape)}, negative {tuple(negative.hidden.shape)}; encode both to "
+            "one length"
+        )
     if num_chunks is not None and (not isinstance(num_chunks, int) or isinstance(num_chunks, bool) or num_chunks < 1):
         raise ValueError(f"num_chunks is {num_chunks!r}; it must be an integer of at least 1, or None for no end")
     config = transformer.config
@@ -65,9 +71,12 @@ def rollout(
         raise ValueError(
             f"the cache was made for {cache.frame_tokens} tokens a frame; latent_size {latent_size} has {frame_tokens}"
         )
-    frames = _chunk_frames(settings, continued=first is not None)
     if num_chunks is not None:
-        total = sum(next(frames) for _ in range(num_chunks)) + (0 if first is None else first.shape[1])
+        total = num_chunks * settings.frames_per_chunk
+        if first is not None:
+            total += first.shape[1]
+        elif settings.first_chunk_frames is not None:
+            total += settings.first_chunk_frames - settings.frames_per_chunk
         if total > config.rope_max_seq_len:
             raise ValueError(
                 f"num_chunks is {num_chunks}, which makes {total} latent frames; the model knows "
@@ -98,9 +107,11 @@ def stream_cache(
     )  # fmt: skip
 
 
-def rollout_latents(*args, first_latents: torch.Tensor | None = None, **settings) -> torch.Tensor:
+def rollout_latents(*args, num_chunks: int, first_latents: torch.Tensor | None = None, **arguments) -> torch.Tensor:
     """`rollout` to its end: all latents, fp32 [1, C, F, H, W], first_latents in front where they were given."""
-    chunks = list(rollout(*args, first_latents=first_latents, **settings))
+    if num_chunks is None:
+        raise ValueError("num_chunks is None, a stream without end: give a number, or take the chunks from rollout")
+    chunks = list(rollout(*args, num_chunks=num_chunks, first_latents=first_latents, **arguments))
     if first_latents is not None:
         chunks.insert(0, first_latents.to(chunks[0]))
     return torch.cat(chunks, dim=1)[None]
@@ -130,7 +141,7 @@ class _Stream:
         num_chunks: int | None,
     ) -> Iterator[torch.Tensor]:
         hidden, lens = torch.cat([rows.hidden for rows in texts]), [n for rows in texts for n in rows.lens]
-        text_kv = self.transformer.project_text(hidden.to(self.transformer.device), lens)
+        text_kv = pooled(self.transformer.project_text(hidden.to(self.transformer.device), lens))
         settings, branches = self.settings, self.branches
         cache = cache or stream_cache(self.transformer, settings, frame_tokens, branches=branches)
         with cache.open_session(
@@ -138,7 +149,7 @@ class _Stream:
             max_chunk_frames=settings.max_chunk_frames,
         ) as session:  # fmt: skip
             if first is not None:
-                self._recache(session, text_kv, first)
+                self._recache(session, text_kv, first.to(self.transformer.device))
             all_frames = _chunk_frames(settings, continued=first is not None)
             for index, frames in enumerate(itertools.islice(all_frames, num_chunks)):
                 with session.begin(frames) as chunk:
@@ -146,7 +157,7 @@ class _Stream:
                     chunk.commit()
                 yield latents
 
-    def _recache(self, session: Session, text_kv: TextKV, latents: torch.Tensor) -> None:
+    def _recache(self, session: Session, text_kv: PooledText, latents: torch.Tensor) -> None:
         """Commits given frames, each of which sees those up to itself."""
         room = self.settings.sink_frames + self.settings.recent_frames
         start, total = 0, latents.shape[1]
@@ -159,7 +170,7 @@ class _Stream:
                 chunk.commit()
             start += frames
 
-    def _make(self, chunk: Chunk, text_kv: TextKV, what: str) -> torch.Tensor:
+    def _make(self, chunk: Chunk, text_kv: PooledText, what: str) -> torch.Tensor:
         """Denoises a chunk from noise and writes the K/V of the result."""
         x = self._noise(chunk.frames)
         sigmas = [t / TRAIN_TIMESTEPS for t in self.settings.timesteps]
@@ -172,7 +183,9 @@ class _Stream:
         self._write(chunk, text_kv, x, what)
         return x
 
-    def _write(self, chunk: Chunk, text_kv: TextKV, x: torch.Tensor, what: str, *, frame_causal: bool = False) -> None:
+    def _write(
+        self, chunk: Chunk, text_kv: PooledText, x: torch.Tensor, what: str, *, frame_causal: bool = False
+    ) -> None:
         """The committing forward, and the one wait for the device that a chunk takes: what was not finite in a step
         before shows here."""
         batch = chunk.session.cache.batch([chunk], frame_causal=frame_causal)
@@ -183,7 +196,7 @@ class _Stream:
                 step=len(self.settings.steps),
             )
 
-    def _forward(self, batch: KVBatch, text_kv: TextKV, x: torch.Tensor, step: int) -> torch.Tensor:
+    def _forward(self, batch: KVBatch, text_kv: PooledText, x: torch.Tensor, step: int) -> torch.Tensor:
         rows = x.expand(self.branches, *x.shape)
         return self.transformer(rows, self.timesteps[step].expand(self.branches), kv=batch, text_kv=text_kv)
 

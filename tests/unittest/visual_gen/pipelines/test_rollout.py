@@ -164,11 +164,17 @@ def test_given_frames_are_continued_as_if_the_stream_had_made_them(model, given)
             state = generator.get_state()
     made = torch.cat(made, dim=1)
     generator.set_state(state)
-    # chunks of two frames may be recached, and are in fewer forwards
     continued = rollout_latents(
         model, text(), SIZE, num_chunks=2, settings=settings, generator=generator, first_latents=made[:, :given]
     )
     torch.testing.assert_close(continued[0], made, rtol=0, atol=1e-4)
+
+
+def test_given_frames_see_none_that_come_later_however_many_are_committed_together(run):
+    first = torch.randn(C, 5, *SIZE, generator=seeded(2))
+    in_twos, in_fours = (run(2, first_latents=first, first_chunk_frames=n) for n in (1, 4))
+    assert torch.equal(in_twos[:, :5], first)
+    torch.testing.assert_close(in_twos, in_fours, rtol=0, atol=1e-5)
 
 
 def test_given_frames_are_committed_together_as_long_as_the_window_fills(model, monkeypatch):
@@ -258,6 +264,8 @@ def test_a_stream_without_end_stops_where_the_rotary_table_does(model):
     ("changes", "says"),
     [
         ({"num_chunks": 0}, "num_chunks is 0"),
+        ({"num_chunks": 10**12}, "makes 2000000000000 latent frames"),
+        ({"negative": TextRows(torch.zeros(1, 5, 10), [1]), "guidance_scale": 2.0}, "encode both to one length"),
         ({"num_chunks": 13}, r"makes 26 latent frames; the model knows 24 \(rope_max_seq_len\)"),
         ({"latent_size": (4, 5)}, r"latent_size is \(4, 5\)"),
         ({"text": TextRows(torch.zeros(2, 7, 10), [1, 1])}, "text has 2 rows"),
@@ -272,6 +280,11 @@ def test_bad_arguments_are_refused_before_any_work(model, changes, says):
     given = {"text": text(), "latent_size": SIZE, "num_chunks": 3, "settings": CausalConfig(**FEW)} | changes
     with pytest.raises(ValueError, match=says):
         rollout(model, **given)
+
+
+def test_all_latents_of_a_stream_without_end_are_refused(model):
+    with pytest.raises(ValueError, match="a stream without end"):
+        rollout_latents(model, text(), SIZE, num_chunks=None)
 
 
 def test_a_cache_for_other_frames_is_refused(model):

@@ -31,9 +31,10 @@ def noise(*shape, seed=0):
 @pytest.mark.parametrize("read", ["extent", "block_table", "staged"])
 def test_one_graph_for_filling_full_and_sliding_windows(graphs, make_model, make_text, make_paged, read):
     found, backend = graphs
+    """And a window of another size, whose bound is another constant, makes one graph more."""
     compiled, eager = make_model(), make_model()
     compiled.compile_blocks(backend=backend)
-    outs = []
+    outs, graphs_before = [], None
     for model in (compiled, eager):
         pool = model.new_text_pool(2, 7)
         for slot, lens in enumerate([(7,), (3,)]):
@@ -49,10 +50,14 @@ def test_one_graph_for_filling_full_and_sliding_windows(graphs, make_model, make
                         x = noise(1, C, 2, H, W, seed=100 * i + 10 * j + step)
                         outs.append(model(x, torch.tensor([timestep]), kv=batch, text_kv=pool.rows([j])))
                     chunk.commit()
+        graphs_before = graphs_before or len(found)
+        with cache.open_session(recent_frames=9, max_chunk_frames=2) as session, session.begin(2) as chunk:
+            batch, x = cache.batch([chunk]), noise(1, C, 2, H, W, seed=7)
+            outs.append(model(x, torch.tensor([500.5]), kv=batch, text_kv=pool.rows([0])))
     half = len(outs) // 2
     for a, b in zip(outs[:half], outs[half:], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-    assert len(found) == 1
+    assert (graphs_before, len(found)) == (1, 2)
 
 
 @torch.no_grad()
