@@ -218,8 +218,8 @@ class CausalWanTransformer(WanTransformer):
         raise ValueError(f"the cache has more layers than the {self.config.num_layers} of this model: make its own")
 
     def _bind_caches(self) -> None:
-        """Gives each self-attention site the operator of the backend that it has now, one for all that share it: a
-        compiled block is tied to the object."""
+        """Gives each self-attention site what reads a cache through the backend that it has now. Made here, as looking
+        a backend up is not for a compiled block."""
         for block in self.blocks:
             site = block.self_attn
             if self._cached is None or self._cached.backend is not site.backend:

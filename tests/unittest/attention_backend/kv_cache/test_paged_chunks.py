@@ -158,6 +158,9 @@ def test_failed_rows_names_the_rows_that_are_not_finite(harness):
     forward = harness.forward(cache, chunks, inputs=inputs)
     for output in (forward.outs[0], forward.outs[0].unflatten(0, (4, 24)), forward.rows(forward.outs[0])):
         assert forward.batch.failed_rows(output) == [2]
+    one_value = torch.ones(4, 3, 5)
+    one_value[3, 1, 2] = float("inf")
+    assert forward.batch.failed_rows(one_value) == [3]
     for output in (forward.outs[0][:95], forward.rows(forward.outs[0])[:3]):
         with pytest.raises(KVCacheError, match="4 rows"):
             forward.batch.failed_rows(output)

@@ -237,6 +237,16 @@ def test_frame_causal_equals_frames_one_by_one(harness, read, history):
     assert harness.step(cache, [at_once, one_by_one]) == [24 * min(history + 4, 5)] * 2
 
 
+def test_one_chunk_with_and_without_frame_causal(harness, read):
+    cache = harness.cache(read=read)
+    stream = harness.open(cache, recent_frames=4, max_chunk_frames=3)
+    harness.step(cache, [stream])
+    chunk = stream.session.begin(3)
+    for frame_causal in (False, True, False, True):
+        forward = harness.forward(cache, [chunk], frame_causal=frame_causal)
+        harness.check([stream], forward, frame_causal=frame_causal)
+
+
 def test_frame_causal_where_the_ring_wraps_inside_the_chunk_is_refused(harness):
     cache = harness.cache(action_capacity=1)
     stream = harness.open(cache, recent_frames=3, max_chunk_frames=2)

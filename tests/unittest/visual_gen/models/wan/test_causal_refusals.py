@@ -66,15 +66,18 @@ def test_text_of_other_rows_or_of_another_model(opened, make_model, make_text):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "changes", [{"num_layers": 2}, {"num_layers": 5}, {"heads": (1, 24)}, {"dtype": torch.float64}]
+    ("changes", "dtype", "says"),
+    [
+        ({"num_layers": 2}, torch.float32, "layer 2 of a cache of 2 layers"),
+        ({"num_layers": 5}, torch.float32, "the cache has more layers than the 3 of this model"),
+        ({"num_attention_heads": 1, "attention_head_dim": 24}, torch.float32, r"the cache holds .* \(1, 24\)"),
+        ({}, torch.bfloat16, "the cache holds .* torch.bfloat16 on cpu; this model has .* torch.float32 on cpu"),
+    ],
 )
-def test_a_cache_of_another_model(make_model, make_text, make_contiguous, changes):
+def test_a_cache_of_another_model(make_model, make_text, make_contiguous, changes, dtype, says):
     model = make_model()
-    heads = changes.pop("heads", (model.config.num_attention_heads, model.config.attention_head_dim))
-    dtype = changes.pop("dtype", model.dtype)
-    other = dataclasses.replace(model.config, num_attention_heads=heads[0], attention_head_dim=heads[1], **changes)
-    cache = make_contiguous(make_model(other).to(dtype), 1, 4)
-    with cache.begin(2) as chunk, pytest.raises(ValueError, match="the cache|layer 2 of a cache of 2"):
+    cache = make_contiguous(make_model(dataclasses.replace(model.config, **changes), dtype=dtype), 1, 4)
+    with cache.begin(2) as chunk, pytest.raises(ValueError, match=says):
         model(latents(), torch.zeros(1), kv=cache.batch(chunk), text_kv=make_text(model, (5,)))
 
 
@@ -83,8 +86,7 @@ def test_a_cache_of_another_model(make_model, make_text, make_contiguous, change
 def test_the_end_of_the_rotary_table_is_an_error_before_any_write(
     make_model, make_text, make_contiguous, make_paged, kind
 ):
-    model = make_model()
-    model = make_model(dataclasses.replace(model.config, rope_max_seq_len=5))
+    model = make_model(dataclasses.replace(make_model().config, rope_max_seq_len=5))
     text = make_text(model, (5,))
     if kind == "contiguous":
         cache = session = make_contiguous(model, 1, 8)
