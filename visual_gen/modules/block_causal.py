@@ -97,7 +97,9 @@ def teacher_forcing_mask(
 def _block_mask(visible: Callable, length: int, device: torch.device | str) -> BlockMask:
     if length < 1:
         raise ValueError(f"a mask of {length} tokens has no rows; give at least one frame of one token")
-    return create_block_mask(visible, None, None, length, length, device=str(device))
+    # Compiled, it never holds the dense mask, which at the length of a real video is larger than a GPU.
+    make = _compiled(create_block_mask) if torch.device(device).type == "cuda" else create_block_mask
+    return make(visible, None, None, length, length, device=str(device))
 
 
 def attend_block_mask(
@@ -116,14 +118,14 @@ def attend_block_mask(
         mask = create_mask(block_mask.mask_mod, None, None, length, length, device=str(q.device))
         out = F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, mask, scale=softmax_scale)
     else:
-        attend = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
+        attend = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled(flex_attention)
         out = attend(q_BHSD, k_BHSD, v_BHSD, block_mask=block_mask, scale=softmax_scale)
     return out.transpose(1, 2).reshape(q.shape)
 
 
 @functools.cache
-def _compiled() -> Callable:
-    return torch.compile(flex_attention, dynamic=False)
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=False)
 
 
 def _is_int(value: object, least: int) -> bool:

@@ -97,7 +97,9 @@ class CausalWanTransformer(WanTransformer):
         rows of a TextPool, or project_text's of the R rows. Denoising and committing are the same call: afterwards
         chunk.commit() keeps what this forward wrote.
 
-        A row gives the same bits whoever shares the batch, for a batch of the same rows' lengths and one read path.
+        A row gives the same bits whoever shares the batch, in a batch of the same total length and through one read
+        path. In a batch of another length, or alone, the numbers agree within rounding: the bits of a matrix product
+        depend on how many rows it has (on a CPU in fp32, the time embedding's on up to 10 frames).
         Raises ValueError, before anything is written, on shapes that do not fit each other or the cache, and on frames
         past the end of the rotary table.
         """

@@ -108,6 +108,19 @@ def test_a_mask_of_nothing_is_refused():
 
 
 @pytest.mark.gpu
+def test_a_mask_of_a_whole_video_takes_little_memory():
+    """21 frames of 1 560 tokens, clean and noisy: densely 4 GiB."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    mask = teacher_forcing_mask(ChunkWindow(3), 21, 1560, "cuda")
+    assert torch.cuda.max_memory_allocated() - before < 2**30
+    small, expected = teacher_forcing_mask(ChunkWindow(3), 6, 43, "cuda"), dense(ChunkWindow(3), 6, 43, True)
+    assert mask.seq_lengths == (65520, 65520)
+    blocks = F.pad(expected, (0, 124, 0, 124)).view(5, 128, 5, 128).any(3).any(1)
+    assert torch.equal(small.to_dense()[0, 0].bool().cpu(), blocks)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("frames_tokens", [(8, 16), (3, 43), (9, 60)])
 def test_the_compiled_kernel_and_its_gradients(frames_tokens):
     window = WINDOWS["sink"]
