@@ -10,7 +10,7 @@ import torch
 from attention_backend import flash_attn4_ops as ops
 from attention_backend.interface import AttentionBackend, AttentionSpec
 from attention_backend.kernel_probe import device_problem, import_problem, kernel_spec_problems
-from attention_backend.metadata import PackedKV, PaddedKV
+from attention_backend.metadata import ExtentKV, PackedKV, PaddedKV
 
 INSTALL = "pip install 'visual-gen[fa4]'"
 COMPUTE_MAJORS = (9, 10)
@@ -20,15 +20,17 @@ CACHE_SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # an environment variab
 class FlashAttention4Backend(AttentionBackend):
     """bf16 and fp16, inference only. Rows of K and V past a length must be finite: the kernel multiplies them by zero.
 
-    That holds for padded and packed rows up to the end of the last key tile and for block pools of blocks of 128, which
-    are loaded by whole tiles; what the values are does not matter.
+    That holds for rows behind padded and packed sequences and extents, up to the end of the last key tile, and for
+    block pools of blocks of 128, which are loaded by whole tiles; what the values are does not matter.
     """
 
     name: ClassVar[str] = "flash_attn4"
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"varlen", "padding_mask", "paged_kv", "lse", "causal", "repeated_last_key"}
+        {"varlen", "padding_mask", "paged_kv", "extent_kv", "lse", "causal", "repeated_last_key"}
     )
     compiles_kernels: ClassVar[bool] = True
+
+    preferred_block_size: ClassVar[int] = 128  # the key tile: the one size that is read by TMA
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -69,7 +71,9 @@ class FlashAttention4Backend(AttentionBackend):
             q_side = (metadata.max_seqlen_kv, metadata.cu_seqlens_q, metadata.max_seqlen_q)
             if isinstance(metadata, PackedKV):
                 repeats_to = metadata.last_key_repeats_to
-                out, lse = ops.packed(q, k, v, metadata.cu_seqlens_kv, *q_side, repeats_to, *call)
+                out, lse = ops.packed(q, k, v, metadata.cu_seqlens_kv, None, *q_side, repeats_to, *call)
+            elif isinstance(metadata, ExtentKV):
+                out, lse = ops.packed(q, k, v, metadata.starts_kv, metadata.seqused_kv, *q_side, None, *call)
             else:
                 out, lse = ops.paged(q, k, v, metadata.block_table, metadata.seqused_kv, *q_side, *call)
         return out, lse if return_lse else None

@@ -1,9 +1,8 @@
 """FlashAttention-4's public functions behind one torch operator for each family of calls.
 
 torch.compile cannot trace the kernel package, so a block that is compiled fullgraph calls these. They take tensors and
-plain numbers, never the host lengths of a layout, so that another layout is no other graph. All are inference-only and
-return (out, lse): out is contiguous and shaped like q; lse is fp32, natural log, [B, H, Sq], or [H, total_q] for packed
-Q, and has no elements where return_lse is False, because an operator always returns the same number of tensors.
+plain numbers, never the host lengths of a layout, so that another layout is no other graph. All are inference-only;
+kernel_operators.py says what they return.
 
 q, k and v may be views: the package copies one only where its last stride is not 1, or where its address or another
 stride is no multiple of 16 bytes.
@@ -12,6 +11,8 @@ stride is no multiple of 16 bytes.
 from __future__ import annotations
 
 import torch
+
+from attention_backend.kernel_operators import inference_operator, out_and_lse
 
 
 def kernel_package():
@@ -35,7 +36,7 @@ def run_dense(
     result = kernel_package().flash_attn_func(
         q, k, v, softmax_scale=softmax_scale, causal=causal, num_splits=1, return_lse=return_lse
     )
-    return _out_and_lse(q, result, return_lse)
+    return out_and_lse(q, result, return_lse, "flash_attn.cute")
 
 
 def run_padded(
@@ -57,6 +58,7 @@ def run_packed(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
+    seqused_k: torch.Tensor | None,
     max_seqlen_k: int,
     cu_seqlens_q: torch.Tensor | None,
     max_seqlen_q: int | None,
@@ -67,6 +69,7 @@ def run_packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, Sq, H, D], or [total_q, H, D] with cu_seqlens_q, over packed k, v [total_kv, Hkv, D].
 
+    With seqused_k [B] the keys of a sequence are that many rows from cu_seqlens_k on, wherever that is.
     Padded Q keeps its own form (no cu_seqlens_q is made up for it), which keeps the kernel's persistent scheduling.
     """
     modifier = {}
@@ -80,6 +83,7 @@ def run_packed(
         causal,
         return_lse,
         cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
         max_seqlen_k=max_seqlen_k,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
@@ -121,37 +125,11 @@ def _varlen(q, k, v, softmax_scale: float, causal: bool, return_lse: bool, **opt
     result = kernel_package().flash_attn_varlen_func(
         q, k, v, softmax_scale=softmax_scale, causal=causal, num_splits=1, return_lse=return_lse, **options
     )
-    return _out_and_lse(q, result, return_lse)
-
-
-def _out_and_lse(q: torch.Tensor, result, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Package versions return out, (out, None) or (out, lse, ...)."""
-    out, lse = (result[0], result[1]) if isinstance(result, tuple | list) else (result, None)
-    if not return_lse:
-        return out, _no_lse(q)
-    if lse is None:
-        raise RuntimeError("flash_attn.cute was asked for the LSE and returned none; use return_lse=False or sdpa")
-    return out, lse
-
-
-def _no_lse(q: torch.Tensor) -> torch.Tensor:
-    return q.new_empty(0, dtype=torch.float32)
-
-
-def _shapes(q: torch.Tensor, *rest) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each operator returns, without values; return_lse is the last argument of all."""
-    out = q.new_empty(q.shape)
-    if not rest[-1]:
-        return out, _no_lse(q)
-    lse_shape = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    return out, q.new_empty(lse_shape, dtype=torch.float32)
+    return out_and_lse(q, result, return_lse, "flash_attn.cute")
 
 
 def _operator(run) -> torch.library.CustomOpDef:
-    name = run.__name__.replace("run", "flash_attn4")
-    operator = torch.library.custom_op(f"attention_backend::{name}", run, mutates_args=())
-    operator.register_fake(_shapes)
-    return operator
+    return inference_operator(run.__name__.replace("run", "flash_attn4"), run)
 
 
 dense = _operator(run_dense)

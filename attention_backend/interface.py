@@ -34,7 +34,8 @@ class AttentionBackendError(ValueError):
 class AttentionSpec:
     """One attention site: what a backend must be able to do there.
 
-    role: "self", "cross_text" or "cross_image". needs: any of "varlen", "padding_mask", "lse", "paged_kv", "grad".
+    role: "self", "cross_text" or "cross_image". needs: any of "varlen", "padding_mask", "lse", "paged_kv", "extent_kv",
+    "grad".
     softmax_scale None means head_dim ** -0.5; num_kv_heads None means num_heads. ValueError on impossible values.
     """
 
@@ -88,6 +89,7 @@ class AttentionBackend(ABC):
     preferred_layout: ClassVar[AttentionTensorLayout] = AttentionTensorLayout.NHD
     capabilities: ClassVar[frozenset[str]] = frozenset()  # names of the supports_* methods, without "supports_"
     compiles_kernels: ClassVar[bool] = False  # at the first call of each kind, which then takes seconds
+    preferred_block_size: ClassVar[int] = 16  # tokens of a block of a paged cache that this backend reads best
 
     def __init__(self, spec: AttentionSpec) -> None:
         reasons = self.unsupported_reasons(spec)
@@ -147,6 +149,11 @@ class AttentionBackend(ABC):
     def kernel_cache_problem(cls) -> str | None:
         """Why kernels that this process compiles are gone when it ends, with the way out; None if they are kept, or
         none are compiled."""
+        return None
+
+    @classmethod
+    def kernels_from(cls) -> str | None:
+        """Which of several packages that carry this backend's kernels is used; None where there is no such choice."""
         return None
 
     @classmethod

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import ClassVar
 
-from attention_backend.interface import AttentionBackend, AttentionBackendError, AttentionSpec
-from attention_backend.kernel_probe import NOT_INSTALLED, device_problem, import_problem, kernel_spec_problems
+from attention_backend import paged_flash_attn3_ops as ops
+from attention_backend.interface import AttentionBackend, AttentionSpec
+from attention_backend.kernel_probe import device_problem, kernel_spec_problems
+from attention_backend.metadata import ExtentKV, PackedKV, PaddedKV
+from attention_backend.paged_flash_attn3_builds import find_build
 
 INSTALL = "pip install vllm (its wheel carries the kernels), or sgl-kernel, or flash-attention's hopper/ from source"
-NO_KERNEL_PATH = "this version has no kernel path for FlashAttention-3 yet, whatever is installed; use sdpa"
 COMPUTE_MAJORS = (9,)
-# The PyPI package fa3-fwd is not among them: it has no paged path.
-MODULES = ("flash_attn_interface", "vllm_fa3._vllm_fa3_C", "sgl_kernel.flash_attn")
 
 
 class PagedFlashAttention3Backend(AttentionBackend):
-    """What the kernel family can do; until its kernel path is written, it is always reported as unavailable."""
+    """bf16 and fp16, inference only. Rows of K and V past a length must be finite: the kernel multiplies them by zero.
+
+    That holds for padded rows, packed rows and extents up to the end of the last key tile (at most 192 rows),
+    which are loaded by whole tiles. Pages are read row by row: in them, rows past a length may hold anything.
+    """
 
     name: ClassVar[str] = "paged_flash_attn3"
-    capabilities: ClassVar[frozenset[str]] = frozenset({"varlen", "padding_mask", "paged_kv", "lse", "causal"})
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        {"varlen", "padding_mask", "paged_kv", "extent_kv", "lse", "causal"}
+    )
+    preferred_block_size: ClassVar[int] = 128
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        missing = cls._missing()
-        return f"{NO_KERNEL_PATH} ({missing})" if missing else NO_KERNEL_PATH
+        build, problem = find_build()
+        if build is None:
+            return f"{problem}; {INSTALL}"
+        return device_problem(COMPUTE_MAJORS)
 
     @classmethod
-    def _missing(cls) -> str | None:
-        """What would keep the kernels from running here: no build with a paged path, or no device."""
-        if not _in_vllm():
-            problems = {module: import_problem(module) for module in MODULES}
-            if all(problems.values()):
-                broken = [problem for problem in problems.values() if not problem.endswith(NOT_INSTALLED)]
-                found = "; ".join(broken) or f"none of vllm, {', '.join(MODULES)} is installed"
-                return f"{found}; {INSTALL}"
-        return device_problem(COMPUTE_MAJORS)
+    def kernels_from(cls) -> str | None:
+        build, _ = find_build()
+        return build and build.name
 
     @classmethod
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
@@ -46,14 +47,17 @@ class PagedFlashAttention3Backend(AttentionBackend):
         return reasons
 
     def attend(self, q, k, v, metadata, *, causal: bool, return_lse: bool):
-        raise AttentionBackendError(NO_KERNEL_PATH)
-
-
-def _in_vllm() -> bool:
-    """Looks for vllm's extension file: importing vllm only to ask would patch torch for the whole process."""
-    try:
-        spec = importlib.util.find_spec("vllm")
-    except ValueError:  # a module without a spec in sys.modules
-        return False
-    folders = spec.submodule_search_locations if spec else None
-    return any(next(Path(f).glob("vllm_flash_attn/_vllm_fa3_C*"), None) for f in folders or ())
+        call = (self.spec.softmax_scale, causal, return_lse)
+        if metadata is None:
+            out, lse = ops.dense(q, k, v, *call)
+        elif isinstance(metadata, PaddedKV):
+            out, lse = ops.padded(q, k, v, metadata.seqused_kv, *call)
+        else:
+            q_side = (metadata.max_seqlen_kv, metadata.cu_seqlens_q, metadata.max_seqlen_q)
+            if isinstance(metadata, PackedKV):
+                out, lse = ops.packed(q, k, v, metadata.cu_seqlens_kv, None, *q_side, *call)
+            elif isinstance(metadata, ExtentKV):
+                out, lse = ops.packed(q, k, v, metadata.starts_kv, metadata.seqused_kv, *q_side, *call)
+            else:
+                out, lse = ops.paged(q, k, v, metadata.block_table, metadata.seqused_kv, *q_side, *call)
+        return out, lse if return_lse else None

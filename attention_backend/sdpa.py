@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_backend.interface import AttentionBackend, AttentionSpec, AttentionTensorLayout
-from attention_backend.metadata import AttentionMetadata, PackedKV, PaddedKV
+from attention_backend.metadata import AttentionMetadata, ExtentKV, PackedKV, PaddedKV
 from attention_backend.reference import accumulation_dtype, chunked_attention
 
 # The math kernel holds all scores at once. Below this it may; above it, a fused kernel or chunks.
@@ -30,7 +30,9 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.
 class SDPABackend(AttentionBackend):
     name: ClassVar[str] = "sdpa"
     preferred_layout: ClassVar[AttentionTensorLayout] = AttentionTensorLayout.HND
-    capabilities: ClassVar[frozenset[str]] = frozenset({"varlen", "padding_mask", "paged_kv", "lse", "causal", "grad"})
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        {"varlen", "padding_mask", "paged_kv", "extent_kv", "lse", "causal", "grad"}
+    )
 
     @classmethod
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
@@ -58,23 +60,27 @@ def _lens_on_host(metadata: AttentionMetadata) -> bool:
     if torch.compiler.is_compiling():
         return False  # a graph that had read them would serve one layout alone
     packed_q = getattr(metadata, "cu_seqlens_q", None) is not None
-    return metadata.kv_lens is not None and not (packed_q and metadata.q_lens is None)
+    starts_known = not isinstance(metadata, ExtentKV) or metadata.starts is not None
+    return starts_known and metadata.kv_lens is not None and not (packed_q and metadata.q_lens is None)
 
 
 def _equal_runs(q, k, v, metadata) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Neighbours of equal lengths, as views: q [b, q_len, H, D], k and v [b, kv_len, Hkv, D] (of pages: copies)."""
-    packed_q = q.ndim == 3
+    packed_q, extents = q.ndim == 3, isinstance(metadata, ExtentKV)
     q_lens = metadata.q_lens if packed_q else (q.shape[1],) * q.shape[0]
     lens = list(zip(q_lens, metadata.kv_lens, strict=True))
     first = q_start = kv_start = 0
     while first < len(lens):
         q_len, kv_len = lens[first]
         count = 1
-        while first + count < len(lens) and lens[first + count] == lens[first]:
+        # Extents may lie anywhere: each is a view by itself, several would be a copy.
+        while not extents and first + count < len(lens) and lens[first + count] == lens[first]:
             count += 1
         rows = slice(first, first + count)
         if isinstance(metadata, PaddedKV):
             keys, values = k[rows, :kv_len], v[rows, :kv_len]
+        elif extents:
+            keys, values = (x[None, metadata.starts[first] : metadata.starts[first] + kv_len] for x in (k, v))
         elif isinstance(metadata, PackedKV):
             packed = slice(kv_start, kv_start + count * kv_len)
             keys, values = (x[packed].unflatten(0, (count, kv_len)) for x in (k, v))
@@ -131,13 +137,20 @@ def _padded_keys(x: torch.Tensor, metadata: AttentionMetadata, kv_lens: torch.Te
     if isinstance(metadata, PaddedKV):
         x = x[:, : metadata.max_seqlen_kv]
     elif isinstance(metadata, PackedKV):
-        x = x if len(x) else x.new_zeros(1, *x.shape[1:])
-        x = x[(metadata.cu_seqlens_kv[:-1, None] + positions).clamp(max=len(x) - 1)]
+        x = _rows_from(metadata.cu_seqlens_kv[:-1], positions, x)
+    elif isinstance(metadata, ExtentKV):
+        x = _rows_from(metadata.starts_kv[:-1], positions, x)
     else:
         table = metadata.block_table
         used = torch.arange(table.shape[1], device=x.device) * metadata.block_size < kv_lens
         x = _gather_blocks(x, table.masked_fill(~used, 0))[:, : metadata.max_seqlen_kv]
     return x.masked_fill((positions >= kv_lens)[..., None, None], 0.0)
+
+
+def _rows_from(starts: torch.Tensor, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[B, len(positions), Hkv, D]: rows of x [rows, Hkv, D] behind each start; past the end of x, its last row."""
+    x = x if len(x) else x.new_zeros(1, *x.shape[1:])
+    return x[(starts[:, None] + positions).clamp(max=len(x) - 1)]
 
 
 def _attend_dense(q, k, v, scale: float, causal: bool, return_lse: bool):

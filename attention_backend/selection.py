@@ -123,6 +123,8 @@ def _reasons_against(cls: type[AttentionBackend], spec: AttentionSpec) -> list[s
 
 def _build(cls: type[AttentionBackend], spec: AttentionSpec, why: str) -> AttentionBackend:
     backend = cls(spec)
+    if cls.kernels_from():
+        why += f"; kernels from {cls.kernels_from()}"
     backend.selection = Selection(cls.name, why)
     logger.info("%s attention: %s (%s)", spec.role, cls.name, why)
     return backend

@@ -5,13 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 Call = Callable[[], torch.Tensor]
 
 
-def milliseconds(call: Call, *, calls: int = 1, keep_busy: bool = False, device: str = "cuda") -> float:
+def milliseconds(
+    call: Callable[[], object], *, calls: int = 1, keep_busy: bool = False, device: str = "cuda"
+) -> float:
     """Of one call out of `calls` in a row, by device events, or by the host's clock for the CPU.
 
     keep_busy: one more call before them, so that the device does not wait for the host at the start.
@@ -34,11 +37,16 @@ def milliseconds(call: Call, *, calls: int = 1, keep_busy: bool = False, device:
 
 def interleaved(arms: Mapping[str, Call], rounds: int, **options) -> dict[str, float]:
     """Median milliseconds of each arm; the first round is not counted. options: those of `milliseconds`."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
+    return medians({name: partial(milliseconds, call, **options) for name, call in arms.items()}, rounds)
+
+
+def medians(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """The median of what each arm measures over `rounds` rounds of all of them; the first round is not counted."""
+    values: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(rounds + 1):
-        for name, call in arms.items():
-            times[name].append(milliseconds(call, **options))
-    return {name: round(statistics.median(values[1:]), 4) for name, values in times.items()}
+        for name, measure in measures.items():
+            values[name].append(measure())
+    return {name: round(statistics.median(found[1:]), 4) for name, found in values.items()}
 
 
 def relative(out: torch.Tensor, expected: torch.Tensor) -> float:

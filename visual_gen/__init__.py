@@ -4,6 +4,7 @@ import importlib
 
 _EXPORTS = {
     "Attention": "visual_gen.modules.attention",
+    "CausalWanTransformer": "visual_gen.models.wan",
     "WanPipeline": "visual_gen.pipelines",
     "WanTransformer": "visual_gen.models.wan",
     "load_config": "visual_gen.config",

@@ -42,6 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="text tokens of each row, end token included: those of the prompts, then of the negative prompt",
     )
 
+    plan.add_argument(
+        "--memory-gib", type=_positive, metavar="GIB", help="memory of the device, for how many causal streams fit"
+    )
+
     warmup = _command(commands, "warmup", "compile the attention kernels that a configuration will call")
     _config_arguments(warmup)
     warmup.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -49,6 +53,13 @@ def build_parser() -> argparse.ArgumentParser:
     backends = _command(commands, "backends", "which attention backends are here, and why the others are not")
     backends.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
 
 
 def _command(commands, name: str, summary: str) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from visual_gen.device import find_device
 
@@ -61,6 +61,14 @@ def check_unicode(name: str, text: str) -> None:
     """Raise ValueError if `text` holds half characters, which neither a tokenizer nor a file can take."""
     if not _is_unicode(text):
         raise ValueError(f"{name} is {_show(text)}; it must be {_UNICODE}")
+
+
+def _steps(value: object) -> object:
+    if isinstance(value, list | tuple) and value and all(isinstance(x, int | float) for x in value):
+        value = tuple(float(x) for x in value)
+        if all(a > b for a, b in zip(value, value[1:], strict=False)):
+            return value
+    raise ValueError("a list of noise levels that fall, such as [1000, 750, 500, 250]")
 
 
 def _whole(value: object) -> object:
@@ -135,6 +143,46 @@ class GenerationConfig(_Section):
         return tuple(self.seed + i for i in range(len(self.prompts)))
 
 
+class CausalConfig(_Section):
+    """How a causal model makes a video of any length, a chunk of latent frames at a time.
+
+    `frames_per_chunk` latent frames are made together, `first_chunk_frames` in the first chunk if it differs. Visible
+    are the first `sink_frames` frames and the last `recent_frames`, the chunk itself counted in those. `steps` are the
+    noise levels, 1000 down, that each chunk is denoised at, before `flow_shift` moves them: 1 leaves them as they are.
+    The defaults are Self-Forcing's. `block_size` (tokens) and `read` are those of the KV cache.
+    """
+
+    frames_per_chunk: PositiveInt = 3
+    first_chunk_frames: PositiveInt | None = None
+    sink_frames: Annotated[int, Field(ge=0)] = 0
+    recent_frames: PositiveInt = 21
+    steps: Annotated[tuple[Annotated[float, Field(gt=0, le=1000)], ...], BeforeValidator(_steps)] = (
+        1000.0, 750.0, 500.0, 250.0,
+    )  # fmt: skip
+    flow_shift: PositiveFloat = 5.0
+    block_size: PositiveInt | Literal["auto"] = "auto"
+    read: Literal["auto", "extent", "block_table", "staged"] = "auto"
+
+    @property
+    def max_chunk_frames(self) -> int:
+        return max(self.frames_per_chunk, self.first_chunk_frames or 0)
+
+    @property
+    def timesteps(self) -> tuple[float, ...]:
+        """The steps as flow_shift moves them: t = 1000 · shift · s / (1 + (shift - 1) · s) of s = step / 1000."""
+        shift = self.flow_shift
+        return tuple(1000 * shift * s / (1 + (shift - 1) * s) for s in (step / 1000 for step in self.steps))
+
+    @model_validator(mode="after")
+    def _fits(self) -> CausalConfig:
+        if self.recent_frames < self.max_chunk_frames:
+            raise ValueError(
+                f"recent_frames of at least {self.max_chunk_frames}, the frames of a chunk, which it counts; it is "
+                f"{self.recent_frames}"
+            )
+        return self
+
+
 class OutputConfig(_Section):
     """Where the video goes and how it is compressed. `crf` is x264's: 0 loses nothing, 18 looks the same, 51 is worst.
 
@@ -148,7 +196,10 @@ class OutputConfig(_Section):
 
 
 class RunConfig(_Section):
-    """All settings of one run. `device` is "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N"."""
+    """All settings of one run. `device` is "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
+
+    With `causal`, the model's weights are those of a causal one, for streams; without it, the model makes whole videos.
+    """
 
     model: ModelConfig
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -156,6 +207,7 @@ class RunConfig(_Section):
     attention: AttentionConfig = AttentionConfig()
     generation: GenerationConfig = GenerationConfig()
     output: OutputConfig = OutputConfig()
+    causal: CausalConfig | None = None
 
     def torch_dtype(self) -> torch.dtype:
         import torch
@@ -337,8 +389,9 @@ def _near(keys: tuple[str, ...]) -> str:
 def _sections() -> dict[tuple[str, ...], list[str]]:
     sections: dict[tuple[str, ...], list[str]] = {(): list(RunConfig.model_fields)}
     for name, field in RunConfig.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            sections[(name,)] = list(field.annotation.model_fields)
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                sections[(name,)] = list(kind.model_fields)
     return sections
 
 

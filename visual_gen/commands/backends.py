@@ -10,7 +10,7 @@ from typing import Any
 from attention_backend import AUTO_ORDER, available_backends, backend_classes
 from visual_gen.runtime.versions import installed_versions
 
-CAPABILITIES = ("varlen", "lse", "paged_kv", "causal", "padding_mask")
+CAPABILITIES = ("varlen", "lse", "paged_kv", "extent_kv", "causal", "padding_mask")
 # The distributions that carry the kernels of our own backends; one from elsewhere carries its own.
 KERNEL_PACKAGES = {
     "sdpa": ("torch",),
@@ -39,6 +39,7 @@ def describe_backends() -> list[dict[str, Any]]:
             packages = KERNEL_PACKAGES.get(name) or _distributions(cls)
             versions = installed_versions(packages)
             row["versions"] = {package: version for package, version in versions.items() if version}
+            row["kernels_from"] = cls.kernels_from()
             row["capabilities"] = {need: getattr(cls, f"supports_{need}")() for need in CAPABILITIES}
             row["preferred_layout"] = cls.preferred_layout.value
         rows.append(row)
@@ -64,6 +65,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         "kernel packages",
         *("\n".join(f"{name} {version}" for name, version in row.get("versions", {}).items()) or "–" for row in rows),
     )
+    table.add_row("kernels from", *(row.get("kernels_from") or "–" for row in rows))
     for need in CAPABILITIES:
         able = (row.get("capabilities", {}).get(need) for row in rows)
         table.add_row(need, *({True: "yes", False: "no", None: "?"}[value] for value in able))

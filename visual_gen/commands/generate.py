@@ -42,7 +42,13 @@ def output_files(config: RunConfig) -> list[Path]:
 
 def refuse_what_cannot_generate(config: RunConfig) -> None:
     """Raises ConfigError on a preset that is unknown, contradicts the folder, or names a model that is not served.
-    What no preset tells, the folder's own files do when the pipeline opens it."""
+    What no preset tells, the folder's own files do when the pipeline opens it. Raises it on causal settings too, which
+    a whole video would not follow."""
+    if config.causal is not None:
+        raise ConfigError(
+            "causal: generate makes whole videos at once; leave this section out, or make a stream of chunks from "
+            "Python with visual_gen.pipelines.rollout (`visual-gen plan` says what its cache takes)"
+        )
     if config.model.preset is None:
         return
     from visual_gen.runtime.model import find_model, missing_to_generate

@@ -7,7 +7,7 @@ import json
 import math
 
 from visual_gen.commands.settings import config_from_arguments
-from visual_gen.runtime.plan import Plan, plan
+from visual_gen.runtime.plan import Plan, StreamPlan, plan
 from visual_gen.runtime.units import format_bytes, format_count
 
 MEMORY_ROWS = {
@@ -19,7 +19,8 @@ MEMORY_ROWS = {
 
 
 def run(arguments: argparse.Namespace) -> None:
-    found = plan(config_from_arguments(arguments), arguments.text_lens)
+    memory = None if arguments.memory_gib is None else round(arguments.memory_gib * 2**30)
+    found = plan(config_from_arguments(arguments), arguments.text_lens, device_memory_bytes=memory)
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
@@ -71,5 +72,26 @@ def _print_tables(found: Plan) -> None:
             MEMORY_ROWS.get(name, name), format_bytes(count), f"{share:.0%}", end_section=name == "activations"
         )
     console.print(table)
+    if found.stream is not None:
+        _print_stream(found.stream)
     for note in found.notes:
         console.print(note, soft_wrap=True, highlight=False)
+
+
+def _print_stream(stream: StreamPlan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print("\nA causal stream", highlight=False)
+    fit = "give --memory-gib" if stream.streams_that_fit is None else str(stream.streams_that_fit)
+    table = Table(show_header=False)
+    for row in (
+        ("visible latent frames", str(stream.window_frames)),
+        ("tokens of a chunk", f"{stream.chunk_tokens:,} in each row"),
+        ("timesteps", ", ".join(f"{t:.1f}" for t in stream.timesteps) + ", then 0 to commit"),
+        ("KV cache of a stream", f"{format_bytes(stream.kv_cache_bytes)}, in blocks of {stream.block_size} tokens"),
+        ("streams that fit beside the weights", fit),
+    ):
+        table.add_row(*row)
+    console.print(table)

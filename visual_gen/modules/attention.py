@@ -18,7 +18,9 @@ from attention_backend import (
     pad_formulation,
     select_backend,
 )
-from attention_backend.metadata import host_lens, host_mask
+from attention_backend.kv_cache import CachedAttention, LayerKV
+from attention_backend.metadata import ExtentKV, host_lens, host_mask
+from visual_gen.modules.block_causal import BlockMask, attend_block_mask
 from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV, append_rows, pack_rows
 from visual_gen.modules.norms import rms_norm_fp32
 from visual_gen.modules.rope import apply_rotary
@@ -79,6 +81,7 @@ class Attention(nn.Module):
         if role != "cross_image":
             self.to_out = nn.Linear(inner, hidden_size)
         self._backend_name = backend if isinstance(backend, str) else None
+        self.cached: CachedAttention | None = None  # what a cache is read through; set by the owner, one for all layers
         spec = self.spec()  # checks the role also where a backend is given
         self.backend = select_backend(backend, spec) if isinstance(backend, str) else backend
         self._check_backend()
@@ -112,16 +115,38 @@ class Attention(nn.Module):
             self.backend = select_backend(self._backend_name, spec)
         return self
 
-    def forward(self, x: torch.Tensor, kv: CrossKV | None = None, rotary: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        kv: CrossKV | None = None,
+        rotary: torch.Tensor | None = None,
+        *,
+        cache: LayerKV | None = None,
+        block_mask: BlockMask | None = None,
+    ) -> torch.Tensor:
         """x [B, S, hidden_size] → [B, S, hidden_size].
 
-        rotary: complex [S, 1, D / 2] for role "self" (None: no position). kv: the CrossKV of a "cross_text" site.
+        For role "self": rotary, complex [S, 1, D / 2] or [B, S, 1, D / 2] (None: no position); cache, what a KV cache
+        gives this layer: x's tokens are written there and attend to what is visible there; block_mask: rows attend as
+        FlexAttention's mask says. kv: the CrossKV of a "cross_text" site.
         """
         if self.role == "self":
             if kv is not None:
                 raise ValueError("a 'self' site attends to its own rows: leave kv out, or make a 'cross_text' site")
+            if cache is not None and block_mask is not None:
+                raise ValueError("a cache and a block_mask both say what is visible: give one of them")
             q, k, v = self.project_qkv(x, rotary)
-            return self.to_out(self.backend.forward(q, k, v).flatten(2))
+            if cache is not None:
+                if self.cached is None:
+                    raise ValueError("this site was given no CachedAttention: set cached = CachedAttention(backend)")
+                out = self.cached(*(y.flatten(0, 1) for y in (q, k, v)), cache).unflatten(0, q.shape[:2])
+            elif block_mask is not None:
+                out = attend_block_mask(q, k, v, block_mask, self.backend.spec.softmax_scale)
+            else:
+                out = self.backend.forward(q, k, v)
+            return self.to_out(out.flatten(2))
+        if cache is not None or block_mask is not None:
+            raise ValueError(f"a {self.role!r} site sees all of its text or image: leave cache and block_mask out")
         if self.role == "cross_image":
             raise ValueError("a 'cross_image' site has no Q of its own: call attend with the text site's project_q")
         if kv is None or rotary is not None:
@@ -226,7 +251,12 @@ class Attention(nn.Module):
         return CrossKV(torch.cat(keys), torch.cat(values), metadata, *pad)
 
     def attend(self, q: torch.Tensor, kv: CrossKV) -> torch.Tensor:
-        """q [B, S, H, D] over one CrossKV → [B, S, H, D], in front of the output projection."""
+        """q [B, S, H, D] over one CrossKV → [B, S, H, D], in front of the output projection.
+
+        With ExtentKV that packs Q, sequences are runs of q's B·S rows, whatever B is.
+        """
+        if isinstance(kv.metadata, ExtentKV) and kv.metadata.cu_seqlens_q is not None:
+            return self.backend.forward(q.flatten(0, 1), kv.k, kv.v, kv.metadata).unflatten(0, q.shape[:2])
         if not isinstance(kv.metadata, PackedPadKV):
             return self.backend.forward(q, kv.k, kv.v, kv.metadata)
         if kv.metadata.formulation == "repeated_key":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attention_backend import PackedKV, PackedPadKV
+from attention_backend import ExtentKV, PackedKV, PackedPadKV
 
 CROSS_KV_NEEDS = {
     "padded": frozenset(),
@@ -20,13 +20,13 @@ CROSS_KV_NEEDS = {
 class CrossKV:
     """Keys and values of one cross-attention site, ready for every step.
 
-    k, v [B, L, H, D] (metadata None) or packed [total, H, D] (PackedKV, PackedPadKV); where pad rows are to be merged
-    in, the one key and value of them all, k_pad, v_pad [H, D].
+    k, v [B, L, H, D] (metadata None), packed [total, H, D] (PackedKV, PackedPadKV) or flat [rows, H, D] (ExtentKV);
+    where pad rows are to be merged in, the one key and value of them all, k_pad, v_pad [H, D].
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    metadata: PackedKV | PackedPadKV | None = None
+    metadata: PackedKV | PackedPadKV | ExtentKV | None = None
     k_pad: torch.Tensor | None = None
     v_pad: torch.Tensor | None = None
 

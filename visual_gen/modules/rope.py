@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -19,6 +21,7 @@ class RotaryTable:
         self.max_len = max_len
         self._angles = [self._axis(part, max_len, theta) for part in (head_dim - 2 * spatial, spatial, spatial)]
         self._grids: dict[tuple, torch.Tensor] = {}
+        self._frame_parts: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @staticmethod
     def _axis(dim: int, max_len: int, theta: float) -> torch.Tensor:
@@ -32,10 +35,44 @@ class RotaryTable:
                 raise ValueError(f"{name} is {n} tokens; the rotary table ends at rope_max_seq_len {self.max_len}")
         key = (frames, height, width, str(device))
         if key not in self._grids:
-            if len(self._grids) >= 8:
-                self._grids.pop(next(iter(self._grids)))
-            self._grids[key] = self._build(frames, height, width, device)
+            self._keep(key, self._build(frames, height, width, device))
         return self._grids[key]
+
+    def frames(self, runs: Sequence[tuple[int, int]], height: int, width: int, device: torch.device) -> torch.Tensor:
+        """complex64 [total_frames, height·width, 1, head_dim / 2] for runs of (first frame, number of frames).
+
+        The values are those of `grid` at the same frames. Composed on the device, with nothing to copy there, and kept
+        for the next steps of the same frames. Raises ValueError past the table's end.
+        """
+        for first, count in runs:
+            if first < 0 or first + count > self.max_len:
+                raise ValueError(
+                    f"frames {first} to {first + count - 1} do not all lie in the rotary table of rope_max_seq_len "
+                    f"{self.max_len}: end the video before, or start another"
+                )
+        key = (tuple(runs), height, width, str(device))
+        if key not in self._grids:
+            temporal, spatial = self._parts(height, width, device)
+            with torch.inference_mode(False):
+                time = torch.cat([temporal[first : first + count] for first, count in runs])
+                parts = [x.expand(len(time), len(spatial), 1, -1) for x in (time, spatial)]
+                self._keep(key, torch.cat(parts, dim=-1))
+        return self._grids[key]
+
+    def _parts(self, height: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """complex64 temporal part [max_len, 1, 1, n] of all frames, spatial part [height·width, 1, m] of any frame."""
+        key = (height, width, str(device))
+        if key not in self._frame_parts:
+            with torch.inference_mode(False):
+                temporal = _turns(self._angles[0])[:, None, None].to(device).clone()
+                spatial = self.grid(1, height, width, device)[..., temporal.shape[-1] :].clone()
+            self._frame_parts[key] = temporal, spatial
+        return self._frame_parts[key]
+
+    def _keep(self, key: tuple, table: torch.Tensor) -> None:
+        if len(self._grids) >= 8:
+            self._grids.pop(next(iter(self._grids)))
+        self._grids[key] = table
 
     def _build(self, frames: int, height: int, width: int, device: torch.device) -> torch.Tensor:
         shape = (frames, height, width, -1)
@@ -45,15 +82,24 @@ class RotaryTable:
             self._angles[2][:width].view(1, 1, width, -1).expand(shape),
         ]
         angles = torch.cat(axes, dim=-1).reshape(frames * height * width, 1, -1)
-        # Rounded to fp32 only here: angles reach thousands of radians, where fp32 would lose the phase.
-        table = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
         # Not an inference tensor: it outlives the mode that may be on now, and autograd refuses those.
         with torch.inference_mode(False):
-            return table.to(device).clone()
+            return _turns(angles).to(device).clone()
+
+
+def _turns(angles: torch.Tensor) -> torch.Tensor:
+    """e^(i·angle) of fp64 angles, complex64."""
+    # Rounded to fp32 only here: angles reach thousands of radians, where fp32 would lose the phase.
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
 
 
 def apply_rotary(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """Turns channel pairs of x, fp32 [B, S, ..., H, D], by rotary, complex64 [S, 1, D / 2]."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    rotary = rotary.view(rotary.shape[0], *(1,) * (x.ndim - 4), *rotary.shape[1:])
-    return torch.view_as_real(pairs * rotary).flatten(-2)
+    """Turns channel pairs of x, fp32 [B, S, ..., H, D], by rotary, complex64 [S, 1, D / 2] or [B, S, 1, D / 2]."""
+    pairs = x.unflatten(-1, (-1, 2))
+    rotary = rotary.view(*rotary.shape[:-2], *(1,) * (x.ndim - 4), *rotary.shape[-2:])
+    if torch.compiler.is_compiling():
+        # Inductor makes no code for complex numbers; written out, this is fused with what stands round it.
+        cos, sin = torch.view_as_real(rotary).unbind(-1)
+        even, odd = pairs.unbind(-1)
+        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+    return torch.view_as_real(torch.view_as_complex(pairs) * rotary).flatten(-2)

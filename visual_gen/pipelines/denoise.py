@@ -53,12 +53,16 @@ class GuidedModel:
         x = torch.cat([x, x]) if one_forward else x
         flows = [self._transformer(x, timestep.expand(x.shape[0]), text_kv=kv) for kv in self._text_kvs]
         self.forwards += len(flows)
-        # Guidance amplifies rounding: its difference is taken in fp32 whatever the model's dtype.
-        flows = [flow.float() for flow in flows]
         if not self._guided:
-            return flows[0]
-        cond, uncond = flows[0].chunk(2) if one_forward else flows
-        return torch.sub(cond, uncond).mul_(self._guidance_scale).add_(uncond)
+            return flows[0].float()
+        return guided(*(flows[0].chunk(2) if one_forward else flows), self._guidance_scale)
+
+
+def guided(cond: torch.Tensor, uncond: torch.Tensor, guidance_scale: float) -> torch.Tensor:
+    """fp32 flow of classifier-free guidance from the two branches' flows, of one shape."""
+    # Guidance amplifies rounding: its difference is taken in fp32 whatever the model's dtype.
+    uncond = uncond.float()
+    return torch.sub(cond.float(), uncond).mul_(guidance_scale).add_(uncond)
 
 
 @torch.inference_mode()

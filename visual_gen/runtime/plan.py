@@ -9,15 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention_backend import AUTO_ORDER, AttentionSpec, backend_classes
-from visual_gen.config import CROSS_KV_MODES, RunConfig
+from attention_backend import AUTO_ORDER, AttentionBackend, AttentionSpec, backend_classes
+from visual_gen.config import CROSS_KV_MODES, ConfigError, RunConfig
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanConfig, WanTransformer
 from visual_gen.runtime.costs import activation_bytes, flops, image_kv_bytes, text_groups, text_kv_bytes, text_rows
 from visual_gen.runtime.model import Model, required_model
 from visual_gen.runtime.prompts import clean_prompt
+from visual_gen.runtime.streams import stream_size
 
 TOKENS_PER_WORD = 1.3  # of an English prompt with UMT5's tokenizer, roughly; only where there is no tokenizer to ask
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Of one causal stream: latent frames that are visible, tokens of a chunk, what its KV cache takes, and how many
+    streams the given memory holds beside the model (None: no memory was given)."""
+
+    window_frames: int
+    chunk_tokens: int
+    timesteps: tuple[float, ...]
+    block_size: int
+    read: str
+    kv_cache_bytes: int
+    streams_that_fit: int | None
 
 
 @dataclass(frozen=True)
@@ -49,18 +64,19 @@ class Plan:
     text_kv_bytes: dict[str, int]
     memory_bytes: dict[str, int]
     notes: tuple[str, ...]
+    stream: StreamPlan | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
-def plan(config: RunConfig, text_lens: Sequence[int] | None = None) -> Plan:
+def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_memory_bytes: int | None = None) -> Plan:
     """The costs of `config`.
 
     text_lens: text tokens of each prompt and, under guidance, of the negative prompt at the end; None counts them with
     the checkpoint's tokenizer, or guesses from the words where there is none. Raises ValueError on sizes that the model
     does not divide, on lengths that do not fit, if neither a local folder nor a preset says what the model is, and if
-    they contradict each other.
+    they contradict each other. device_memory_bytes: what the device has, for how many causal streams fit.
     """
     model = required_model(config)
     wan, generation, geometry = model.transformer, config.generation, model.geometry
@@ -120,6 +136,7 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None) -> Plan:
         text_kv_bytes=text_kv,
         memory_bytes=memory | {"total": sum(memory.values())},
         notes=_notes(model),
+        stream=None if config.causal is None else _stream(config, model, branches, memory, device_memory_bytes),
     )
 
 
@@ -134,6 +151,42 @@ def _repeats_last_key(config: RunConfig, wan: WanConfig) -> bool:
     spec = AttentionSpec("cross_text", *heads, config.torch_dtype(), device)
     taken = next(cls for cls in map(classes.get, AUTO_ORDER) if not cls.unsupported_reasons(spec))
     return taken.supports_repeated_last_key()
+
+
+def _stream(
+    config: RunConfig, model: Model, branches: int, memory: dict[str, int], device_memory_bytes: int | None
+) -> StreamPlan:
+    settings, wan, generation, dtype = config.causal, model.transformer, config.generation, config.torch_dtype()
+    _, _, _, height, width = model.geometry.latent_shape(1, generation.num_frames, generation.height, generation.width)
+    frame_tokens = height * width // math.prod(wan.patch_size[1:])
+    size = stream_size(settings, frame_tokens, _backend_class(config), branches=branches)
+    chunk_tokens = settings.max_chunk_frames * frame_tokens
+    kv_cache = size.num_bytes(wan, dtype)
+    text = text_kv_bytes(wan, branches * generation.max_sequence_length, dtype)
+    each = kv_cache + text + activation_bytes(wan, branches, chunk_tokens, dtype)
+    fit = None
+    if device_memory_bytes is not None:
+        weights = sum(count for name, count in memory.items() if name not in ("text_kv", "activations"))
+        fit = max(0, (device_memory_bytes - weights) // each)
+    return StreamPlan(
+        window_frames=size.geometry.window_frames,
+        chunk_tokens=chunk_tokens,
+        timesteps=settings.timesteps,
+        block_size=size.block_size,
+        read=settings.read,
+        kv_cache_bytes=kv_cache,
+        streams_that_fit=fit,
+    )
+
+
+def _backend_class(config: RunConfig) -> type[AttentionBackend]:
+    """The backend that self-attention names; for "auto" the first that takes the dtype, whatever is installed here."""
+    classes, name = backend_classes(), config.attention.self
+    if name == "auto":
+        name = "sdpa" if config.dtype == "float32" else AUTO_ORDER[0]
+    if name not in classes:
+        raise ConfigError(f"attention.self = {name!r}: no such backend; there are {', '.join(classes)}")
+    return classes[name]
 
 
 def _text_lens(

@@ -390,7 +390,7 @@ def test_backends_are_listed_with_reasons_and_capabilities(capsys, monkeypatch):
     assert rows["sdpa"]["preferred_layout"] == "HND"
     for row in rows.values():
         assert row["available"] == (row["reason"] is None)
-        assert set(row["capabilities"]) == {"varlen", "lse", "paged_kv", "causal", "padding_mask"}
+        assert set(row["capabilities"]) == {"varlen", "lse", "paged_kv", "extent_kv", "causal", "padding_mask"}
 
 
 def test_plan_prints_tables_or_json(capsys):

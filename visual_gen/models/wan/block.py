@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from attention_backend import AttentionBackend, AttentionMetadataState
+from attention_backend.kv_cache import LayerKV
 from visual_gen.models.wan.config import WanConfig
 from visual_gen.modules.attention import Attention
+from visual_gen.modules.block_causal import BlockMask
 from visual_gen.modules.cross_kv import CrossKV
 from visual_gen.modules.feed_forward import FeedForward
 from visual_gen.modules.norms import layer_norm_fp32, modulated_layer_norm
@@ -43,12 +45,20 @@ class WanBlock(nn.Module):
         rotary: torch.Tensor,
         text: CrossKV,
         image: CrossKV | None = None,
+        *,
+        cache: LayerKV | None = None,
+        block_mask: BlockMask | None = None,
     ) -> torch.Tensor:
-        """x [B, S, D]; modulation [B or 1, S or 1, 6, D]; rotary complex [S, 1, head_dim / 2] → [B, S, D]."""
+        """x [B, S, D]; modulation [B or 1, S or 1, 6, D]; rotary complex [S, 1, D / 2H] or [B, S, 1, D / 2H] →
+        [B, S, D].
+
+        cache, block_mask: how self-attention sees other rows; see Attention.
+        """
         modulation = self.scale_shift_table + modulation.float()
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = modulation.unbind(2)
 
-        x = _add_gated(x, self.self_attn(modulated_layer_norm(x, scale, shift, self.eps), rotary=rotary), gate)
+        normed = modulated_layer_norm(x, scale, shift, self.eps)
+        x = _add_gated(x, self.self_attn(normed, rotary=rotary, cache=cache, block_mask=block_mask), gate)
 
         normed = x if self.norm2 is None else layer_norm_fp32(x, self.norm2.weight, self.norm2.bias, self.eps)
         q = self.cross_text.project_q(normed)

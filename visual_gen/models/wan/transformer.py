@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from attention_backend import AttentionBackend, AttentionMetadataState, AttentionSpec, Selection, select_backend
+from attention_backend.kv_cache import LayerKV
 from attention_backend.metadata import host_lens
 from visual_gen.checkpoint import WeightFiles, resolve_folder
 from visual_gen.config import AttentionConfig, attention_config
@@ -20,6 +22,7 @@ from visual_gen.models.wan.config import WanConfig
 from visual_gen.models.wan.embeddings import ImageEmbedding, TextEmbedding, TimeEmbedding
 from visual_gen.models.wan.text_kv import TextKV, real_rows
 from visual_gen.models.wan.weights import load_weights
+from visual_gen.modules.block_causal import BlockMask
 from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV
 from visual_gen.modules.norms import modulated_layer_norm
 from visual_gen.modules.rope import RotaryTable
@@ -99,10 +102,29 @@ class WanTransformer(nn.Module):
             folder = folder / "transformer"
         config = WanConfig.from_folder(folder)
         files = WeightFiles.open(folder)
-        model = cls(config, attention=attention, dtype=dtype, device=device, init_weights=False, trainable=trainable)
+        return cls._loaded(
+            config, lambda model: load_weights(model, files),
+            dtype=dtype, device=device, attention=attention, trainable=trainable,
+        )  # fmt: skip
+
+    @classmethod
+    def _loaded(
+        cls, config: WanConfig, load: Callable, *, device: torch.device | str, trainable: bool, **settings: Any
+    ) -> WanTransformer:
+        """A model whose parameters `load` fills; they take memory once, on the device."""
+        model = cls(config, device=device, trainable=trainable, init_weights=False, **settings)
         model.to_empty(device=device).train(trainable).requires_grad_(trainable)
-        load_weights(model, files)
+        load(model)
         return model
+
+    def compile_blocks(self, **options: Any) -> None:
+        """torch.compile for every block, whole or not at all; options go to torch.compile.
+
+        Blocks of one shape of input share one graph. Prompts of other lengths share it too if they are projected with
+        fixed_capacity, or lie in a TextPool.
+        """
+        for block in self.blocks:
+            block.compile(fullgraph=True, **options)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -127,12 +149,15 @@ class WanTransformer(nn.Module):
         roles = ["self", "cross_text"] + (["cross_image"] if config.image_dim is not None else [])
         backends = {}
         for role in roles:
-            needs = CROSS_KV_NEEDS[self.attention.cross_kv] if role == "cross_text" else frozenset()
-            needs |= {"grad"} if self._trainable else set()
+            needs = self._needs(role) | ({"grad"} if self._trainable else set())
             heads = (config.num_attention_heads, config.attention_head_dim)
             spec = AttentionSpec(role, *heads, dtype, device, needs=needs)
             backends[role] = select_backend(getattr(self.attention, role), spec)
         return backends
+
+    def _needs(self, role: str) -> frozenset[str]:
+        """What the forward asks of a role's backend."""
+        return CROSS_KV_NEEDS[self.attention.cross_kv] if role == "cross_text" else frozenset()
 
     def _apply(self, fn: Callable, recurse: bool = True):
         """Moves or casts the model, keeping Wan's fp32 parameters in fp32, and chooses backends for the new place."""
@@ -257,14 +282,31 @@ class WanTransformer(nn.Module):
             timestep = timestep[:1]  # one expanded value, as pipelines pass it: embed it once for all rows
 
         rotary = self._rotary.grid(frames, height, width, hidden_states.device)
-        temb, modulation = self.time_embedding(timestep.view(timestep.shape[0], -1))
-        x = self.patch_embedding(self._patchify(hidden_states.to(self.dtype)))
-        for layer, block in enumerate(self.blocks):
-            image = None if text_kv.image is None else text_kv.image[layer]
-            x = block(x, modulation, rotary, text_kv.text[layer], image)
-        shift, scale = (self.scale_shift_table + temb.unsqueeze(2).float()).unbind(2)
-        x = self.proj_out(modulated_layer_norm(x, scale, shift, self.config.eps))
+        tokens = self._patchify(hidden_states.to(self.dtype))
+        x = self._run_blocks(tokens, timestep.view(timestep.shape[0], -1), rotary, text_kv.text, text_kv.image)
         return self._unpatchify(x, frames, height, width)
+
+    def _run_blocks(
+        self,
+        tokens: torch.Tensor,
+        timestep: torch.Tensor,
+        rotary: torch.Tensor,
+        text: Sequence[CrossKV],
+        image: Sequence[CrossKV] | None = None,
+        caches: Sequence[LayerKV] | None = None,
+        block_mask: BlockMask | None = None,
+    ) -> torch.Tensor:
+        """tokens [N, S, C · patch], timestep [N or 1, S or 1], rotary [S, 1, D / 2H] or [N, S, 1, D / 2H]; text, image
+        and caches have one entry for each layer → flow [N, S, patch · C]."""
+        temb, modulation = self.time_embedding(timestep)
+        x = self.patch_embedding(tokens)
+        for layer, block in enumerate(self.blocks):
+            x = block(
+                x, modulation, rotary, text[layer], None if image is None else image[layer],
+                cache=None if caches is None else caches[layer], block_mask=block_mask,
+            )  # fmt: skip
+        shift, scale = (self.scale_shift_table + temb.unsqueeze(2).float()).unbind(2)
+        return self.proj_out(modulated_layer_norm(x, scale, shift, self.config.eps))
 
     def _check_latents(self, latents: torch.Tensor) -> tuple[int, int, int]:
         """The token grid of latents, or ValueError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,50 +24,22 @@ class Slot:
     shape: tuple[int, ...]  # of the source tensor
 
 
-def source_slots(model: nn.Module) -> dict[str, Slot]:
-    """Source tensor name → its slot, for all parameters of a WanTransformer."""
-    slots: dict[str, Slot] = {}
-    for name, parameter in model.named_parameters():
-        sources = _sources(name)
-        rows = parameter.shape[0] // len(sources)
-        for i, source in enumerate(sources):
-            shape = (rows, *parameter.shape[1:])
-            if name.endswith("qk_norm_weight"):  # one row for each norm, a vector in the source
-                shape = shape[1:]
-            elif name == "patch_embedding.weight":  # a convolution whose kernel is its stride
-                shape = (rows, model.config.in_channels, *model.config.patch_size)
-            slots[source] = Slot(name, i * rows, rows, shape)
-    return slots
+@dataclass(frozen=True)
+class SourceNames:
+    """How a kind of checkpoint names this model's parameters: replacements in their order, then the parts of those that
+    are fused here."""
 
+    renames: tuple[tuple[str, str], ...]
+    fused: Mapping[str, tuple[str, ...]]
 
-def load_weights(model: nn.Module, files: WeightFiles) -> None:
-    """Copies a checkpoint's tensors into the model's parameters, which may be on any device and of another dtype.
-
-    One pass over memory-mapped files. Names and shapes are checked before the first copy: CheckpointError lists every
-    missing, unexpected and wrongly shaped tensor.
-    """
-    slots = source_slots(model)
-    expected = {name: slot.shape for name, slot in slots.items()}
-    unused = {name: shape for name, shape in files.shapes.items() if name.endswith(UNUSED_SUFFIX)}
-    files.check_names_and_shapes(expected | unused, type(model).__name__)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in files.tensors():
-            if name in unused:
-                continue
-            slot = slots[name]
-            target = parameters[slot.parameter][slot.start : slot.start + slot.rows]
-            target.copy_(tensor.reshape(target.shape))
-
-
-def _sources(name: str) -> list[str]:
-    """The source tensors that make up one parameter, in the order of its rows."""
-    for ours, theirs in _RENAMES:
-        name = name.replace(ours, theirs)
-    for fused, parts in _FUSED.items():
-        if fused in name:
-            return [name.replace(fused, part) for part in parts]
-    return [name]
+    def of(self, name: str) -> list[str]:
+        """The source tensors that make up the parameter `name`, in the order of its rows."""
+        for ours, theirs in self.renames:
+            name = name.replace(ours, theirs)
+        for fused, parts in self.fused.items():
+            if fused in name:
+                return [name.replace(fused, part) for part in parts]
+        return [name]
 
 
 _RENAMES = (
@@ -90,3 +63,40 @@ _FUSED = {
     ".to_added_kv.": (".add_k_proj.", ".add_v_proj."),
     ".qk_norm_weight": (".norm_q.weight", ".norm_k.weight"),
 }
+DIFFUSERS_NAMES = SourceNames(_RENAMES, _FUSED)
+
+
+def source_slots(model: nn.Module, names: SourceNames = DIFFUSERS_NAMES) -> dict[str, Slot]:
+    """Source tensor name → its slot, for all parameters of a WanTransformer."""
+    slots: dict[str, Slot] = {}
+    for name, parameter in model.named_parameters():
+        sources = names.of(name)
+        rows = parameter.shape[0] // len(sources)
+        for i, source in enumerate(sources):
+            shape = (rows, *parameter.shape[1:])
+            if name.endswith("qk_norm_weight"):  # one row for each norm, a vector in the source
+                shape = shape[1:]
+            elif name == "patch_embedding.weight":  # a convolution whose kernel is its stride
+                shape = (rows, model.config.in_channels, *model.config.patch_size)
+            slots[source] = Slot(name, i * rows, rows, shape)
+    return slots
+
+
+def load_weights(model: nn.Module, files: WeightFiles, names: SourceNames = DIFFUSERS_NAMES) -> None:
+    """Copies a checkpoint's tensors into the model's parameters, which may be on any device and of another dtype.
+
+    One pass over memory-mapped files. Names and shapes are checked before the first copy: CheckpointError lists every
+    missing, unexpected and wrongly shaped tensor.
+    """
+    slots = source_slots(model, names)
+    expected = {name: slot.shape for name, slot in slots.items()}
+    unused = {name: shape for name, shape in files.shapes.items() if name.endswith(UNUSED_SUFFIX)}
+    files.check_names_and_shapes(expected | unused, type(model).__name__)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in files.tensors():
+            if name in unused:
+                continue
+            slot = slots[name]
+            target = parameters[slot.parameter][slot.start : slot.start + slot.rows]
+            target.copy_(tensor.reshape(target.shape))

@@ -18,7 +18,7 @@ Q_ROWS, TEXT_ROWS, BATCH = 32760, 512, 2
 
 @dataclass(frozen=True)
 class Call:
-    form: str  # "dense", "padded", "packed", "packed_q", "paged", "paged_q"
+    form: str  # "dense", "padded", "packed", "packed_q", "paged", "paged_q", "extent", "extent_q"
     head_dim: int = 128
     heads: int = 12
     kv_heads: int = 12
@@ -37,6 +37,7 @@ class Call:
 CALLS = [Call(form, return_lse=lse) for form in ("dense", "padded", "packed", "packed_q") for lse in (False, True)]
 CALLS += [Call("paged", block_size=128, return_lse=lse) for lse in (False, True)]
 CALLS += [Call("paged", block_size=104), Call("paged_q", block_size=104, return_lse=True)]
+CALLS += [Call("extent"), Call("extent_q"), Call("extent_q", return_lse=True)]
 # Each of the rest over a few of the forms that read Q and K differently, to keep all of this under two minutes.
 CALLS += [Call("dense", heads=6, kv_heads=2, causal=True)]
 CALLS += [Call("padded", causal=True, return_lse=True), Call("packed_q", causal=True, return_lse=True)]
@@ -56,7 +57,7 @@ def main(results_path: str) -> None:
         cutlass.utils.HardwareInfo = StandInDevice
     import cutlass.cute
 
-    from attention_backend import AttentionSpec, PackedKV, PaddedKV, PagedKV
+    from attention_backend import AttentionSpec, ExtentKV, PackedKV, PaddedKV, PagedKV
     from attention_backend import flash_attn4_ops as ops
     from attention_backend.flash_attn4 import FlashAttention4Backend
 
@@ -100,6 +101,9 @@ def main(results_path: str) -> None:
             repeats_to = TEXT_ROWS if call.repeated_key else None
             metadata = PackedKV(int32(BATCH + 1), TEXT_ROWS, None, **q_side, last_key_repeats_to=repeats_to)
             rows = (BATCH * TEXT_ROWS,)
+        elif call.form.startswith("extent"):
+            metadata = ExtentKV(int32(BATCH + 1), int32(BATCH), TEXT_ROWS, **q_side)
+            rows = (3 * BATCH * TEXT_ROWS,)
         elif call.form.startswith("paged"):
             width = 316
             rows = (2 * BATCH * width, call.block_size)

@@ -1,4 +1,4 @@
-"""A stand-in for the kernel package on the CPU; a device for the gpu tests, and cases of head_dim 128 in bf16."""
+"""A stand-in for the kernel package on the CPU, and a device for the gpu tests."""
 
 import pytest
 import torch
@@ -39,7 +39,10 @@ class Kernel:
     ):
         self.calls.append(dict(locals()))
         qs = list(q) if cu_seqlens_q is None else q.split(cu_seqlens_q.diff().tolist())
-        if cu_seqlens_k is not None:
+        if cu_seqlens_k is not None and seqused_k is not None:
+            lens, starts = seqused_k.tolist(), cu_seqlens_k[:-1].tolist()
+            ks, vs = ([x[start : start + n] for start, n in zip(starts, lens, strict=True)] for x in (k, v))
+        elif cu_seqlens_k is not None:
             lens = cu_seqlens_k.diff().tolist()
             ks, vs = (x[: sum(lens)].split(lens) for x in (k, v))
         else:
@@ -80,25 +83,3 @@ def fa4_device():
     problem = device_problem(flash_attn4.COMPUTE_MAJORS)
     if problem:
         pytest.skip(problem)
-
-
-@pytest.fixture
-def make_gpu_case(make_case):
-    """A case whose slots beyond the lengths hold 1e4, in K and in V."""
-
-    def make(form, q_lens, kv_lens, *, block_size=0, heads=4, **options):
-        paged = {"block_size": block_size} if block_size else {}
-        return make_case(
-            form,
-            q_lens,
-            kv_lens,
-            heads=heads,
-            head_dim=128,
-            dtype=torch.bfloat16,
-            device="cuda",
-            poison=1e4,
-            **paged,
-            **options,
-        )
-
-    return make

@@ -10,7 +10,7 @@ from attention_backend import AttentionBackendError, AttentionMetadataState, Att
 from attention_backend import flash_attn4_ops as ops
 from attention_backend.flash_attn4 import FlashAttention4Backend
 
-FORMS = ["dense", "padded", "packed", "packed_q", "paged", "paged_q"]
+FORMS = ["dense", "padded", "packed", "packed_q", "paged", "paged_q", "extent", "extent_q"]
 Q_LENS, KV_LENS = [6, 6, 6], [8, 3, 0]
 
 
@@ -73,7 +73,12 @@ def test_arguments_that_make_a_row_independent_and_keep_padded_q_persistent(make
     else:
         assert call["cu_seqlens_q"] is None and call["max_seqlen_q"] is None
     given = {name for name in ("cu_seqlens_k", "seqused_k", "page_table") if call[name] is not None}
-    wanted = {"padded": {"seqused_k"}, "packed": {"cu_seqlens_k"}, "paged": {"page_table", "seqused_k"}}
+    wanted = {
+        "padded": {"seqused_k"},
+        "packed": {"cu_seqlens_k"},
+        "paged": {"page_table", "seqused_k"},
+        "extent": {"cu_seqlens_k", "seqused_k"},
+    }
     assert given == wanted[form.removesuffix("_q")]
 
 
@@ -210,7 +215,7 @@ def test_packed_rows_without_a_fixed_buffer_compile_at_most_twice(kernel):
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("form", ["packed_q", "paged_q"])
+@pytest.mark.parametrize("form", ["packed_q", "paged_q", "extent_q"])
 def test_packed_q_and_pages_compile_at_most_twice_for_all_lengths(make_case, kernel, form):
     """Rows of K/V, pages and table widths differ in number: once as they are, then dynamic."""
     counter, compiled = CompileCounterWithBackend("aot_eager"), None
@@ -263,7 +268,7 @@ def test_a_repeated_last_key_stands_for_all_pad_rows(kernel, oracle, lens):
         expected, expected_lse = oracle(q[b], padded[0, b], padded[1, b], 0.5)
         torch.testing.assert_close(out[b].double(), expected, atol=1e-5, rtol=0)
         torch.testing.assert_close(lse[b].double(), expected_lse, atol=1e-5, rtol=0)
-    torch.library.opcheck(ops.packed, (q, k, v, pads.packed.cu_seqlens_kv, 12, None, None, 12, 0.5, False, True))
+    torch.library.opcheck(ops.packed, (q, k, v, pads.packed.cu_seqlens_kv, None, 12, None, None, 12, 0.5, False, True))
 
 
 def test_only_a_repeated_key_touches_the_scores(make_case, kernel):

@@ -110,7 +110,7 @@ def test_strides_with_metadata(make_case, check, form):
     check(case)
 
 
-FORMS = ["dense", "padded", "packed", "packed_q", "paged", "paged_q"]
+FORMS = ["dense", "padded", "packed", "packed_q", "paged", "paged_q", "extent", "extent_q"]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -7,9 +7,18 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from attention_backend import AttentionMetadataState, AttentionSpec, PackedKV, PaddedKV, PagedKV, select_backend
+from attention_backend import (
+    AttentionMetadataState,
+    AttentionSpec,
+    ExtentKV,
+    PackedKV,
+    PaddedKV,
+    PagedKV,
+    sdpa,
+    select_backend,
+)
 
-FORMS = ["padded", "packed", "packed_q", "paged", "paged_q"]
+FORMS = ["padded", "packed", "packed_q", "paged", "paged_q", "extent", "extent_q"]
 LAYOUTS = {
     "unequal": ([16, 16], [8, 3]),
     "equal runs": ([4, 4, 4, 4, 4], [7, 7, 2, 7, 7]),
@@ -26,7 +35,7 @@ RAGGED_Q = {
     "all q zero but one": ([0, 0, 7], [0, 4, 4]),
 }
 ALL = [(form, name, *layout) for form in FORMS for name, layout in LAYOUTS.items()]
-ALL += [(form, name, *layout) for form in ("packed_q", "paged_q") for name, layout in RAGGED_Q.items()]
+ALL += [(form, name, *layout) for form in ("packed_q", "paged_q", "extent_q") for name, layout in RAGGED_Q.items()]
 
 
 @pytest.fixture(params=[True, False], ids=["host_lens", "device_lens"])
@@ -157,5 +166,37 @@ def test_any_layout(make_case, check, layout, form, causal, host_lens, heads):
     if not form.endswith("_q"):
         q_lens = (q_lens[0],) * len(kv_lens)
     case = make_case(form, q_lens, kv_lens, heads=heads[0], kv_heads=heads[1], head_dim=8, host_lens=host_lens)
-    assert isinstance(case.metadata, PaddedKV | PackedKV | PagedKV)
+    assert isinstance(case.metadata, PaddedKV | PackedKV | PagedKV | ExtentKV)
     check(case, causal=causal)
+
+
+@pytest.mark.parametrize("form", ["extent", "extent_q"])
+def test_extents_with_known_lengths_are_read_in_place(make_case, monkeypatch, form):
+    case = make_case(form, [6, 6], [8, 8])
+    seen = []
+    attend = sdpa._attend
+    monkeypatch.setattr(
+        sdpa, "_attend", lambda q, k, v, *rest, **kw: seen.append((k, v)) or attend(q, k, v, *rest, **kw)
+    )
+    case.backend().forward(case.q, case.k, case.v, case.metadata)
+    for (k, v), start in zip(seen, case.metadata.starts, strict=True):
+        assert k.data_ptr() == case.k[start].data_ptr() and v.data_ptr() == case.v[start].data_ptr()
+
+
+@pytest.mark.parametrize("form", ["extent", "extent_q"])
+def test_extents_may_be_shared_and_have_gradients(make_case, oracle, form):
+    case = make_case(form, [6, 6], [8, 5], poison=0.0)
+    first, number_of_rows = case.metadata.starts[0], len(case.k)
+    starts = torch.tensor([first, first, number_of_rows], dtype=torch.int32)
+    case.metadata = ExtentKV(**(vars(case.metadata) | {"starts_kv": starts, "starts": (first, first)}))
+    q0, k0, v0 = case.sequences[0]
+    case.sequences[1] = (case.sequences[1][0], k0[:5], v0[:5])
+    case.k.requires_grad_()
+    out = case.backend(needs={"grad"}).forward(case.q, case.k, case.v, case.metadata)
+    (grad,) = torch.autograd.grad(out.sin().sum(), case.k)
+    leaf = k0.double().requires_grad_()
+    expected = [oracle(q, leaf[: len(k)], v, 0.25)[0] for q, k, v in case.sequences]
+    (wanted,) = torch.autograd.grad(sum(x.sin().sum() for x in expected), leaf)
+    for got, want in zip(case.split(out), expected, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(grad[first : first + 8].double(), wanted, atol=1e-5, rtol=0)

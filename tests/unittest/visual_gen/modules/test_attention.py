@@ -11,9 +11,11 @@ from attention_backend import (
     PackedKV,
     selection,
 )
+from attention_backend.kv_cache import ContiguousKVCache
 from attention_backend.sdpa import SDPABackend
 from visual_gen import Attention, WanTransformer
 from visual_gen.models.wan import WanConfig
+from visual_gen.modules.block_causal import ChunkWindow, diffusion_forcing_mask
 from visual_gen.modules.rope import RotaryTable, apply_rotary
 
 HEADS, HEAD_DIM, HIDDEN = 3, 12, 30
@@ -343,6 +345,15 @@ def test_arguments_that_a_site_cannot_use_are_refused():
     kv = text.make_cross_kv(rows, 2)
     with pytest.raises(ValueError, match="leave kv out"):
         Attention(HIDDEN, HEADS, HEAD_DIM, role="self")(x, kv)
+    cache = ContiguousKVCache(1, 1, 2, 4, HEADS, HEAD_DIM, torch.float32, "cpu")
+    layer, mask = cache.batch(cache.begin(1)).layer(0), diffusion_forcing_mask(ChunkWindow(1), 1, 4, "cpu")
+    with pytest.raises(ValueError, match="set cached = CachedAttention"):
+        Attention(HIDDEN, HEADS, HEAD_DIM, role="self")(x, cache=layer)
+    with pytest.raises(ValueError, match="both say what is visible"):
+        Attention(HIDDEN, HEADS, HEAD_DIM, role="self")(x, cache=layer, block_mask=mask)
+    for given in ({"cache": layer}, {"block_mask": mask}):
+        with pytest.raises(ValueError, match="a 'cross_text' site sees all"):
+            text(x, kv, **given)
     with pytest.raises(ValueError, match="no rotary"):
         text(x, kv, rotary=torch.ones(4, 1, 6, dtype=torch.complex64))
     with pytest.raises(ValueError, match="takes the CrossKV"):
@@ -412,3 +423,29 @@ def test_rotary_table_turns_each_axis_by_its_own_position():
     assert table.grid(3, 4, 5, torch.device("cpu")) is grid
     x = torch.randn(1, 60, 2, 20)
     torch.testing.assert_close(apply_rotary(x.clone(), grid).norm(dim=-1), x.norm(dim=-1))
+
+
+def test_rotary_of_frames_is_the_grids_at_their_absolute_place():
+    table, cpu = RotaryTable(20, 12), torch.device("cpu")
+    whole = table.grid(12, 4, 5, cpu).unflatten(0, (12, 20))
+    runs = [(3, 2), (0, 1), (10, 2)]
+    found = table.frames(runs, 4, 5, cpu)
+    assert torch.equal(found, torch.cat([whole[first : first + count] for first, count in runs]))
+    assert table.frames(runs, 4, 5, cpu) is found
+    for first in range(30):  # more than it keeps
+        assert torch.equal(table.frames([(first % 12, 1)], 4, 5, cpu), whole[first % 12 :][:1])
+    for run in ((11, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="do not all lie in the rotary table of rope_max_seq_len 12"):
+            table.frames([(0, 1), run], 4, 5, cpu)
+
+
+@pytest.mark.parametrize("per_frame", [False, True])
+def test_rotary_is_the_same_with_and_without_complex_numbers(per_frame):
+    table, x = RotaryTable(20, 12), torch.randn(3, 20, 2, 2, 20)
+    rotary = table.frames([(5, 3)], 4, 5, torch.device("cpu"))
+    rotary = rotary if per_frame else rotary[0]
+    torch._dynamo.reset()
+    compiled = torch.compile(apply_rotary, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, rotary), apply_rotary(x, rotary), rtol=0, atol=1e-6)
+    one = apply_rotary(x[2:], rotary[2] if per_frame else rotary)
+    torch.testing.assert_close(apply_rotary(x, rotary)[2:], one, rtol=0, atol=0)

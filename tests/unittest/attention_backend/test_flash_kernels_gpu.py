@@ -1,19 +1,29 @@
-"""FA4's values on a device: every family, boundary and zero lengths, grouped heads, views, splits of the keys.
+"""The flash kernels on a device: every family, boundary and zero lengths, grouped heads, views, splits of the keys.
 
-Each new combination of form, mask and LSE compiles a kernel (seconds), so the tests share a few: head_dim 128, with LSE
-unless said otherwise.
+In FA4 each new combination of form, mask and LSE compiles a kernel (seconds), so the tests share a few: head_dim 128,
+with LSE unless said otherwise.
 """
+
+import functools
 
 import pytest
 import torch
 
-from attention_backend import AttentionMetadataState, AttentionSpec, merge_attention, merge_pad_rows, select_backend
+from attention_backend import (
+    AttentionBackendError,
+    AttentionMetadataState,
+    AttentionSpec,
+    merge_attention,
+    merge_pad_rows,
+    select_backend,
+)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fa4_device")]
+pytestmark = pytest.mark.gpu
 
 DEVICE, DTYPE, HEAD_DIM = "cuda", torch.bfloat16, 128
-# Blocks of 128 tokens are the kernel's key tile and are read by TMA; all others are read by cp.async.
+# Blocks of 128 tokens are FA4's key tile and are read by TMA; all others are read by cp.async.
 FORMS = [("dense", 0), ("padded", 0), ("packed", 0), ("packed_q", 0), ("paged", 128), ("paged", 104), ("paged_q", 104)]
+FORMS += [("extent", 0), ("extent_q", 0)]
 BOUNDARIES = [1, 63, 64, 65, 127, 128, 129, 192, 256, 0, 300]
 
 
@@ -25,48 +35,9 @@ def boundary_case(make_gpu_case, form, block_size, **options):
     return make_gpu_case(form, q_lens, BOUNDARIES, block_size=block_size, **options)
 
 
-def plain_bf16(q, k, v, scale, causal=False):
-    """The plain low-precision computation: q [Sq, H, D], k and v [Skv, Hkv, D], every step rounded to their dtype."""
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
-    scores = scale * (q @ k.transpose(1, 2))
-    if causal:
-        visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(k.shape[1] - q.shape[1])
-        scores = scores.masked_fill(~visible, -torch.inf)
-    return (torch.softmax(scores, dim=-1).nan_to_num(0.0) @ v).transpose(0, 1)
-
-
 @pytest.fixture
-def check_sequence(oracle):
-    """One sequence: at most twice the error of the plain computation in bf16, or one rounding of the result."""
-
-    def run(what, q, k, v, scale, causal, out, lse=None):
-        expected, expected_lse = oracle(q, k, v, scale, causal)
-        if lse is not None:
-            torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=0, msg=lambda m: f"{what} LSE: {m}")
-        if out.numel() == 0:
-            return
-        limit = 2 * (plain_bf16(q, k, v, scale, causal) - expected).abs().max().item()
-        limit = max(limit, torch.finfo(DTYPE).eps / 2 * expected.abs().max().item())
-        error = (out.double() - expected).abs().max().item()
-        assert error <= limit, f"{what}: off by {error}, limit {limit}"  # false for NaN too
-
-    return run
-
-
-@pytest.fixture
-def check_case(check_sequence):
-    def run(case, *, causal=False, scale=None, return_lse=True):
-        backend = case.backend(name="flash_attn4", scale=scale)
-        result = backend.forward(case.q, case.k, case.v, case.metadata, causal=causal, return_lse=return_lse)
-        out, lse = result if return_lse else (result, None)
-        assert out.shape == case.q.shape and out.dtype == case.q.dtype and out.is_contiguous()
-        parts = case.split(out, lse) if return_lse else [(part, None) for part in case.split(out)]
-        for b, ((q, k, v), (out_b, lse_b)) in enumerate(zip(case.sequences, parts, strict=True)):
-            check_sequence(f"sequence {b} of {len(k)} keys", q, k, v, backend.spec.softmax_scale, causal, out_b, lse_b)
-        return out, lse
-
-    return run
+def check_case(check_gpu_case, flash_kernel):
+    return functools.partial(check_gpu_case, flash_kernel)
 
 
 @pytest.mark.parametrize("form, block_size", FORMS)
@@ -113,7 +84,7 @@ def test_no_keys_at_all_gives_zeros_and_minus_inf(make_gpu_case, check_case, for
 
 
 @pytest.mark.parametrize("form", ["dense", "padded", "packed", "packed_q", "paged", "merge", "repeated_key"])
-def test_720p_queries_over_a_long_and_a_short_prompt(check_sequence, form):
+def test_720p_queries_over_a_long_and_a_short_prompt(flash_kernel, check_sequence, form):
     """Wan 14B at 720p: 75 600 queries, 40 heads, 500 and 5 text rows; the last two with pad rows up to 512."""
     num_heads, num_queries, kv_lens, capacity, block_size = 40, 75600, [500, 5], 512, 128
     gen, state = torch.Generator(DEVICE).manual_seed(0), AttentionMetadataState()
@@ -123,7 +94,7 @@ def test_720p_queries_over_a_long_and_a_short_prompt(check_sequence, form):
 
     q, pad, lse = rand(2, num_queries), rand(2), None
     keys, values = ([rand(n) for n in ([capacity] * 2 if form == "dense" else kv_lens)] for _ in "kv")
-    backend = select_backend("flash_attn4", AttentionSpec("cross_text", num_heads, HEAD_DIM, DTYPE, DEVICE))
+    backend = select_backend(flash_kernel, AttentionSpec("cross_text", num_heads, HEAD_DIM, DTYPE, DEVICE))
     k, v = torch.cat(keys), torch.cat(values)
     if form in ("merge", "repeated_key"):
         pads = state.packed_pad_kv("cross_text", kv_lens, capacity, DEVICE, formulation=form)
@@ -134,6 +105,10 @@ def test_720p_queries_over_a_long_and_a_short_prompt(check_sequence, form):
             out = merge_pad_rows(q, out, packed_lse, *pad, pads, backend.spec.softmax_scale)
         else:
             k, v = (torch.cat([x[: n + 1] for x, n in zip(xs, kv_lens, strict=True)]) for xs in rows)
+            if not backend.supports_repeated_last_key():
+                with pytest.raises(AttentionBackendError, match="last_key_repeats_to"):
+                    backend.forward(q, k, v, pads.packed)
+                return
             out = backend.forward(q, k, v, pads.packed)
         keys, values = rows
     elif form == "packed_q":
@@ -176,9 +151,9 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_views_give_what_their_copies_give_and_are_copied_only_where_they_must(make_gpu_case, name):
+def test_views_give_what_their_copies_give_and_are_copied_only_where_they_must(flash_kernel, make_gpu_case, name):
     case = make_gpu_case("dense", [4096] * 2, [4096] * 2)
-    backend = case.backend(name="flash_attn4")
+    backend = case.backend(name=flash_kernel)
     views = [VIEWS[name](x) for x in (case.q, case.k, case.v)]
     expected = backend.forward(*(x.contiguous() for x in views))
     backend.forward(*views)
@@ -188,44 +163,28 @@ def test_views_give_what_their_copies_give_and_are_copied_only_where_they_must(m
     out = backend.forward(*views)
     grown = torch.cuda.max_memory_allocated() - before
     torch.testing.assert_close(out, expected, atol=torch.finfo(DTYPE).eps * expected.abs().max().item(), rtol=0)
-    if name in ("fused QKV", "heads outside", "one sequence for all"):
+    # FA3 gets Q as packed Q, and nothing with a stride of 0.
+    as_they_are = {"flash_attn4": ["fused QKV", "heads outside", "one sequence for all"]}
+    if name in as_they_are.get(flash_kernel, ["fused QKV"]):
         assert grown < 1.5 * out.nbytes, f"{grown} bytes for an output of {out.nbytes}"
 
 
 @pytest.mark.parametrize("form, block_size", FORMS[1:])
-def test_a_sequence_of_a_batch_equals_its_own_run_bit_for_bit(make_gpu_case, form, block_size):
+def test_a_sequence_of_a_batch_equals_its_own_run_bit_for_bit(flash_kernel, make_gpu_case, form, block_size):
     q_lens = [300, 200, 150] if form.endswith("_q") else [300] * 3
     case = make_gpu_case(form, q_lens, [500, 5, 129], block_size=block_size)
-    backend = case.backend(name="flash_attn4")
+    backend = case.backend(name=flash_kernel)
     together = case.split(*backend.forward(case.q, case.k, case.v, case.metadata, return_lse=True))
     for b, (out_b, lse_b) in enumerate(together):
-        m = case.metadata
-        rows = case.q[b : b + 1]
-        fields = {"kv_lens": m.kv_lens[b : b + 1], "max_seqlen_kv": m.max_seqlen_kv}
-        if form.endswith("_q"):
-            rows = case.q[sum(q_lens[:b]) : sum(q_lens[: b + 1])]
-            fields |= {"cu_seqlens_q": torch.tensor([0, q_lens[b]], dtype=torch.int32, device=DEVICE)}
-            fields |= {"max_seqlen_q": m.max_seqlen_q, "q_lens": m.q_lens[b : b + 1]}
-        k, v = case.k, case.v
-        if form.startswith("packed"):
-            start = sum(m.kv_lens[:b])
-            k, v = (x[start : start + m.kv_lens[b]] for x in (k, v))
-            fields |= {"cu_seqlens_kv": torch.tensor([0, m.kv_lens[b]], dtype=torch.int32, device=DEVICE)}
-        else:
-            fields |= {"seqused_kv": m.seqused_kv[b : b + 1].clone()}
-        if form == "padded":
-            k, v = (x[b : b + 1] for x in (k, v))
-        elif form.startswith("paged"):
-            fields |= {"block_table": m.block_table[b : b + 1], "block_size": m.block_size}
-        out, lse = backend.forward(rows, k, v, type(m)(**fields), return_lse=True)
-        out, lse = (out, lse) if form.endswith("_q") else (out[0], lse[0])
+        own = case.alone(b)
+        out, lse = own.split(*backend.forward(own.q, own.k, own.v, own.metadata, return_lse=True))[0]
         assert torch.equal(out, out_b) and torch.equal(lse, lse_b), f"sequence {b}"
 
 
 @pytest.mark.parametrize("split", [1, 127, 128, 250])
-def test_keys_split_in_two_merge_into_the_whole(make_gpu_case, check_sequence, split):
+def test_keys_split_in_two_merge_into_the_whole(flash_kernel, make_gpu_case, check_sequence, split):
     case = make_gpu_case("dense", [200] * 2, [300] * 2)
-    backend = case.backend(name="flash_attn4")
+    backend = case.backend(name=flash_kernel)
     parts = [
         backend.forward(case.q, case.k[:, rows], case.v[:, rows], return_lse=True)
         for rows in (slice(None, split), slice(split, None))

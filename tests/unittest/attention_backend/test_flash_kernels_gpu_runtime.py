@@ -1,4 +1,4 @@
-"""FA4 on a device as a model runs it: no host sync, CUDA graphs, torch.compile, and fakes that tell the truth."""
+"""The flash kernels as a model runs them: no host sync, CUDA graphs, torch.compile, and fakes that tell the truth."""
 
 import pytest
 import torch
@@ -8,17 +8,18 @@ from torch.utils._pytree import tree_map_only
 
 from attention_backend import AttentionMetadataState, AttentionSpec, PackedKV, PaddedKV, select_backend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fa4_device")]
+pytestmark = pytest.mark.gpu
 
 DEVICE, DTYPE, HEAD_DIM = "cuda", torch.bfloat16, 128
 FORMS = [("dense", 0), ("padded", 0), ("packed", 0), ("packed_q", 0), ("paged", 128), ("paged", 104), ("paged_q", 104)]
+FORMS += [("extent", 0), ("extent_q", 0)]
 
 
 @pytest.mark.parametrize("form, block_size", FORMS)
-def test_fakes_have_the_shapes_dtypes_and_strides_of_the_kernel(make_gpu_case, form, block_size):
+def test_fakes_have_the_shapes_dtypes_and_strides_of_the_kernel(flash_kernel, make_gpu_case, form, block_size):
     q_lens, kv_lens = ([300, 150], [140, 9]) if form.endswith("_q") else ([150] * 2, [140, 140])
     case = make_gpu_case(form, q_lens, kv_lens, block_size=block_size)
-    backend = case.backend(name="flash_attn4")
+    backend = case.backend(name=flash_kernel)
     real = backend.forward(case.q, case.k, case.v, case.metadata, return_lse=True)
     with FakeTensorMode() as mode:
         q, k, v = (mode.from_tensor(x) for x in (case.q, case.k, case.v))
@@ -30,10 +31,10 @@ def test_fakes_have_the_shapes_dtypes_and_strides_of_the_kernel(make_gpu_case, f
         assert (ours.shape, ours.dtype, ours.stride()) == (kernels.shape, kernels.dtype, kernels.stride())
 
 
-def test_a_step_with_a_new_layout_waits_for_nothing(make_gpu_case):
+def test_a_step_with_a_new_layout_waits_for_nothing(flash_kernel, make_gpu_case):
     """Lengths to the device, packed and padded and paged calls, with the kernels compiled before."""
     cases = [make_gpu_case(form, [150] * 2, [140, 9], block_size=size) for form, size in FORMS[1:3] + FORMS[4:6]]
-    backend = cases[0].backend(name="flash_attn4")
+    backend = cases[0].backend(name=flash_kernel)
     state = AttentionMetadataState()
 
     def step(lens):
@@ -57,7 +58,7 @@ def test_a_step_with_a_new_layout_waits_for_nothing(make_gpu_case):
 
 
 @pytest.mark.parametrize("form", ["padded", "packed"])
-def test_a_captured_graph_follows_lengths_rewritten_in_place(form):
+def test_a_captured_graph_follows_lengths_rewritten_in_place(flash_kernel, form):
     capacity, num_heads = 512, 4
     gen = torch.Generator(DEVICE).manual_seed(0)
 
@@ -66,7 +67,7 @@ def test_a_captured_graph_follows_lengths_rewritten_in_place(form):
 
     q, state = rand(2, 300), AttentionMetadataState()
     k, v = (rand(2, capacity) if form == "padded" else rand(2 * capacity) for _ in "kv")
-    backend = select_backend("flash_attn4", AttentionSpec("cross_text", num_heads, HEAD_DIM, DTYPE, DEVICE))
+    backend = select_backend(flash_kernel, AttentionSpec("cross_text", num_heads, HEAD_DIM, DTYPE, DEVICE))
 
     def entry(lens):
         if form == "padded":
@@ -107,10 +108,10 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.parametrize("form", ["padded", "packed"])
-def test_a_block_compiles_fullgraph_once_for_three_text_lengths(form):
+def test_a_block_compiles_fullgraph_once_for_three_text_lengths(flash_kernel, form):
     torch._dynamo.reset()
     capacity, state = 512, AttentionMetadataState()
-    backend = select_backend("flash_attn4", AttentionSpec("cross_text", 4, HEAD_DIM, DTYPE, DEVICE))
+    backend = select_backend(flash_kernel, AttentionSpec("cross_text", 4, HEAD_DIM, DTYPE, DEVICE))
     torch.manual_seed(0)
     block = Block(backend).to(DEVICE, DTYPE).requires_grad_(False)
     counter = CompileCounterWithBackend("inductor")

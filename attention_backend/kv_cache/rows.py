@@ -1,0 +1,81 @@
+"""Rows of K and V of all layers: indices of them made on the device from a few host ints, copies, zeros.
+
+A segment is (first row, number of rows), on the host.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from attention_backend.kv_cache.free_runs import runs
+
+Segment = tuple[int, int]
+
+
+class TokenRows:
+    """Which rows the tokens have that lie in blocks of block_size rows, one block after another."""
+
+    def __init__(self, blocks: Sequence[int], block_size: int) -> None:
+        self._runs: list[Segment] = []
+        self._first_tokens: list[int] = []
+        tokens = 0
+        for block, count in runs(blocks):
+            self._runs.append((block * block_size, count * block_size))
+            self._first_tokens.append(tokens)
+            tokens += count * block_size
+
+    def segments(self, start: int, length: int) -> list[Segment]:
+        """Of tokens start to start + length - 1; what lies in neighbouring blocks is one segment."""
+        out: list[Segment] = []
+        i = bisect.bisect(self._first_tokens, start) - 1
+        while length > 0:
+            row, count = self._runs[i]
+            offset = start - self._first_tokens[i]
+            part = min(length, count - offset)
+            out.append((row + offset, part))
+            start, length, i = start + part, length - part, i + 1
+        return out
+
+
+def row_index(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
+    """int64 [total]: the rows of the segments one after another, from one small copy that nothing waits for."""
+    ends = list(itertools.accumulate(length for _, length in segments))
+    shifts = [start - (end - length) for (start, length), end in zip(segments, ends, strict=True)]
+    # Outlives the inference_mode that may be on now, as it is copied into the buffers of graphs.
+    with torch.inference_mode(False):
+        host = torch.tensor([ends, shifts], dtype=torch.int64, pin_memory=device.type == "cuda")
+        ends_there, shifts_there = host.to(device, non_blocking=True)
+        places = torch.arange(ends[-1], device=device)
+        return places + shifts_there[torch.searchsorted(ends_there, places, right=True)]
+
+
+class LayerRows:
+    """K and V of each layer, two tensors apart, zeros at first, seen as [rows, Hkv, D] by what is done here."""
+
+    def __init__(self, num_layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        # Ordinary tensors whatever mode is on, so that they can be written in any.
+        with torch.inference_mode(False):
+            self.layers = [
+                tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv") for _ in range(num_layers)
+            ]
+        self._flat = [x.view(-1, *shape[-2:]) for layer in self.layers for x in layer]
+        self.num_rows = len(self._flat[0])
+        self.device = self._flat[0].device
+        self.nbytes = sum(x.nbytes for x in self._flat)
+
+    def zero(self, segments: Sequence[Segment]) -> None:
+        if segments:
+            index = row_index(segments, self.device)
+            for x in self._flat:
+                x.index_fill_(0, index, 0)
+
+    def copy(self, segments: Sequence[Segment], source: LayerRows, source_segments: Sequence[Segment]) -> None:
+        """Rows of `source` to rows here, as many; both may be the same tensors, if no row is in both."""
+        if segments:
+            index, source_index = row_index(segments, self.device), row_index(source_segments, self.device)
+            for x, other in zip(self._flat, source._flat, strict=True):
+                x.index_copy_(0, index, other.index_select(0, source_index))

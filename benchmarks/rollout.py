@@ -1,0 +1,202 @@
+"""A causal Wan of 1.3B's shape, random weights, chunk by chunk on one stream: ms of each chunk, and whether they drift.
+
+    python benchmarks/rollout.py [--backend NAME] [--long-chunks 1000] [--long-steps 4] [--output FILE.json] [--smoke]
+
+480x832, 3 latent frames a chunk, 4 denoising forwards and the committing one, text of 512 rows. First 7 chunks with 21
+visible frames, eager and with the blocks compiled (fullgraph), alternating; a chunk's time is by device events from its
+noise to its commit, and what the host waits for is in it. Then --long-chunks chunks with 9 visible frames, the last
+hundred against the second hundred in time and memory. --smoke runs all of it at toy size on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from visual_gen.config import CausalConfig
+from visual_gen.models.wan import WAN_PRESETS, CausalWanTransformer, WanConfig
+from visual_gen.pipelines.rollout import rollout
+from visual_gen.pipelines.text import TextRows
+from visual_gen.runtime.versions import installed_versions
+
+CHUNKS, LONG_RECENT_FRAMES = 7, 9
+GOAL_MEAN_MS, GOAL_FIRST_MS, GOAL_DRIFT = 300, 250, 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    config: WanConfig
+    latent: tuple[int, int]
+    text_rows: int
+    dtype: torch.dtype
+    device: str
+    part: int  # chunks of the long run that are compared: a hundred
+
+
+def full_size(long_chunks: int) -> Size:
+    preset = WAN_PRESETS["wan2.1-t2v-1.3b"]
+    frames = max(preset.rope_max_seq_len, 3 * long_chunks)  # as many frames as the long run has
+    config = dataclasses.replace(preset, rope_max_seq_len=frames)
+    return Size(config, (60, 104), 512, torch.bfloat16, "cuda", 100)
+
+
+def toy_size(long_chunks: int) -> Size:
+    config = WanConfig(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=16, freq_dim=16,
+        ffn_dim=32, num_layers=2, rope_max_seq_len=max(64, 3 * long_chunks),
+    )  # fmt: skip
+    return Size(config, (4, 6), 8, torch.float32, "cpu", max(1, long_chunks // 10))
+
+
+class Stopwatch:
+    """Milliseconds between marks: by events on a GPU, by the host's clock on a CPU."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device == "cuda"
+        self._marks: list = []
+
+    def mark(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def milliseconds(self) -> list[float]:
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if not self._cuda:
+            return [1000 * (b - a) for a, b in pairs]
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) for a, b in pairs]
+
+
+def make_model(size: Size, backend: str, compile_with: dict | None) -> CausalWanTransformer:
+    torch.manual_seed(0)
+    model = CausalWanTransformer(size.config, attention={"self": backend}, dtype=size.dtype, device=size.device)
+    model.requires_grad_(False)
+    if compile_with is not None:
+        model.compile_blocks(**compile_with)
+    return model
+
+
+def chunks_of(model: CausalWanTransformer, size: Size, settings: CausalConfig, count: int) -> Iterator[torch.Tensor]:
+    hidden = torch.randn(1, size.text_rows, size.config.text_dim, dtype=size.dtype, device=size.device)
+    generator = torch.Generator(size.device).manual_seed(0)
+    text = TextRows(hidden, [size.text_rows], [0])
+    return rollout(model, text, size.latent, num_chunks=count, settings=settings, generator=generator)
+
+
+def timed(model: CausalWanTransformer, size: Size, settings: CausalConfig, count: int) -> list[float]:
+    watch = Stopwatch(size.device)
+    stream = chunks_of(model, size, settings, count)
+    watch.mark()
+    for _ in stream:
+        watch.mark()
+    return watch.milliseconds()
+
+
+def short_run(models: dict[str, CausalWanTransformer], size: Size, rounds: int) -> dict[str, dict]:
+    """Each arm's chunks, interleaved by whole rollouts; medians of each chunk over the rounds. One round warms up."""
+    settings = CausalConfig()
+    times: dict[str, list[list[float]]] = {name: [] for name in models}
+    for _ in range(rounds + 1):
+        for name, model in models.items():
+            times[name].append(timed(model, size, settings, CHUNKS))
+    found = {}
+    for name, runs in times.items():
+        by_chunk = [round(statistics.median(values), 2) for values in zip(*runs[1:], strict=True)]
+        # The first chunk of a rollout also projects the text and makes the cache.
+        found[name] = {"chunk_ms": by_chunk, "mean_ms": round(statistics.mean(by_chunk), 2)}
+        found[name]["warm_up_ms"] = round(sum(runs[0]))
+    return found
+
+
+def long_run(model: CausalWanTransformer, size: Size, chunks: int, steps: int) -> dict:
+    """Time and memory of the second and of the last `part` chunks of one stream."""
+    settings = CausalConfig(recent_frames=LONG_RECENT_FRAMES, steps=CausalConfig().steps[:steps])
+    watch, memory = Stopwatch(size.device), []
+    stream = chunks_of(model, size, settings, chunks)
+    cuda = size.device == "cuda"
+    watch.mark()
+    for i, _ in enumerate(stream, start=1):
+        watch.mark()
+        if cuda and i % size.part == 0:
+            peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+            memory.append({"peak_bytes": peak, "held_bytes": held})
+            torch.cuda.reset_peak_memory_stats()
+    ms = watch.milliseconds()
+    parts = [ms[i : i + size.part] for i in range(0, len(ms), size.part)]
+    second, last = (statistics.median(part) for part in (parts[1], parts[-1]))
+    return {
+        "chunks": chunks,
+        "forwards_a_chunk": steps + 1,
+        "visible_frames": LONG_RECENT_FRAMES,
+        "median_ms_of_each_part": [round(statistics.median(part), 3) for part in parts],
+        "memory_of_each_part": memory,
+        "last_over_second": {
+            "time": round(last / second, 4),
+            **{key: round(memory[-1][key] / memory[1][key], 4) for key in (memory[0] if memory else ())},
+        },
+    }
+
+
+def goals(short: dict[str, dict], long: dict) -> list[dict]:
+    compiled = short["compiled"]
+    wanted = [
+        ("mean ms of a chunk, compiled", compiled["mean_ms"], GOAL_MEAN_MS),
+        ("slowest of the first three chunks, compiled", max(compiled["chunk_ms"][:3]), GOAL_FIRST_MS),
+    ]
+    wanted += [(f"last over second, {key}", value, 1 + GOAL_DRIFT) for key, value in long["last_over_second"].items()]
+    return [{"goal": name, "found": x, "at_most": limit, "reached": x <= limit} for name, x, limit in wanted]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="auto", help="of self-attention")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--long-chunks", type=int, default=1000)
+    parser.add_argument("--long-steps", type=int, default=4, help="denoising forwards of each chunk of the long run")
+    parser.add_argument("--mode", default="default", help="of torch.compile; no CUDA graphs: the cache is written")
+    parser.add_argument("--smoke", action="store_true", help="toy size on a CPU, two rounds, 20 chunks, no compiler")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if options.smoke:
+        options.rounds, options.long_chunks, options.long_steps = 1, 20, 1
+
+    began = time.perf_counter()
+    size = (toy_size if options.smoke else full_size)(options.long_chunks)
+    compile_with = {"eager": None, "compiled": {"backend": "eager"} if options.smoke else {"mode": options.mode}}
+    models = {name: make_model(size, options.backend, how) for name, how in compile_with.items()}
+    device = "CPU" if size.device == "cpu" else torch.cuda.get_device_name()
+    choice = models["compiled"].attention_choices["self"]
+    result = {
+        "command": " ".join(["python", "benchmarks/rollout.py", *sys.argv[1:]]),
+        "versions": {"device": device, "torch": torch.__version__}
+        | installed_versions(("flash-attn-4", "nvidia-cutlass-dsl", "triton")),
+        "self_attention": {"backend": choice.name, "why": choice.why},
+        "conditions": f"{size.dtype}, latents {size.latent}, {size.config.num_layers} layers of "
+        f"{size.config.hidden_size}, {size.text_rows} text rows, one stream without guidance; medians of "
+        f"{options.rounds} rollouts",
+        "short": short_run(models, size, options.rounds),
+    }
+    print(json.dumps(result["short"]), file=sys.stderr, flush=True)
+    del models["eager"]
+    result["long"] = long_run(models["compiled"], size, options.long_chunks, options.long_steps)
+    result["goals"] = goals(result["short"], result["long"])
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    print(json.dumps(result, indent=2))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

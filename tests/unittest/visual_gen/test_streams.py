@@ -1,0 +1,138 @@
+"""What `visual-gen plan` says of causal streams, against the cache that a stream makes."""
+
+import json
+
+import pytest
+
+from visual_gen.cli import main
+from visual_gen.config import CausalConfig, RunConfig, load_config
+from visual_gen.models.wan import CausalWanTransformer, WanConfig
+from visual_gen.pipelines.rollout import stream_cache
+from visual_gen.runtime.plan import plan
+
+SMALL = {"frames_per_chunk": 2, "recent_frames": 4}
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """planned(causal settings, overrides…) → the plan of wan-shapes with them."""
+
+    def planned(causal, *overrides, memory=None):
+        path = tmp_path / "config.yaml"
+        settings = {
+            "model": {"path": "wan-shapes"},
+            "causal": causal,
+            "generation": {"height": 96, "width": 96, "num_frames": 33, "max_sequence_length": 64},
+        }
+        path.write_text(json.dumps(settings))
+        return plan(load_config(path, overrides), device_memory_bytes=memory)
+
+    return planned
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sink_frames": 2},
+        {"recent_frames": 7},
+        {"frames_per_chunk": 3},
+        {"first_chunk_frames": 4},
+        {"block_size": 5},
+        {"read": "staged"},
+        {"steps": [1000], "flow_shift": 2.0},
+    ],
+    ids=str,
+)
+def test_the_bytes_are_those_of_the_cache_that_a_stream_makes(planned, changes, scale):
+    found = planned(SMALL | changes, f"generation.guidance_scale={scale}").stream
+    settings, branches = CausalConfig(**(SMALL | changes)), 1 if scale == 1 else 2
+    config = WanConfig(num_attention_heads=4, attention_head_dim=64, ffn_dim=32, num_layers=8, in_channels=8)
+    cache = stream_cache(CausalWanTransformer(config), settings, 36, branches=branches)
+    null_block = cache.memory_bytes - cache.pool.rows.nbytes * cache.free_blocks // (cache.free_blocks + 1)
+    null_block -= cache.staging.rows.nbytes if cache.staging else 0
+    assert found.kv_cache_bytes == cache.memory_bytes - null_block
+    assert found.block_size == cache.block_size
+    assert found.chunk_tokens == 36 * settings.max_chunk_frames
+    assert found.window_frames == settings.sink_frames + settings.recent_frames
+    assert (found.timesteps, found.read) == (settings.timesteps, settings.read)
+    with cache.open_session(
+        sink_frames=settings.sink_frames, recent_frames=settings.recent_frames, branches=branches,
+        max_chunk_frames=settings.max_chunk_frames,
+    ):  # fmt: skip
+        assert cache.free_blocks == 0
+
+
+def test_streams_fit_into_what_the_weights_leave(planned):
+    alone = planned(SMALL)
+    weights = sum(alone.memory_bytes[name] for name in ("weights", "text_encoder", "vae"))
+    assert alone.stream.streams_that_fit is None
+    assert planned(SMALL, memory=weights - 1).stream.streams_that_fit == 0
+    each = planned(SMALL, memory=weights + 2**40).stream.streams_that_fit
+    per_stream = 2**40 // each
+    assert planned(SMALL, memory=weights + 5 * per_stream + 1).stream.streams_that_fit in (4, 5)
+    assert per_stream > alone.stream.kv_cache_bytes
+
+
+def test_without_the_section_there_is_no_stream():
+    assert plan(RunConfig(model={"path": "wan-shapes"})).stream is None
+
+
+@pytest.mark.parametrize(("backend", "dtype", "size"), [("auto", "float32", 16), ("flash_attn4", "bfloat16", 64)])
+def test_the_block_size_follows_the_backend_and_the_frame(planned, backend, dtype, size):
+    found = planned(SMALL, f"attention.self={backend}", f"dtype={dtype}").stream
+    assert found.block_size == size  # 36 tokens a frame
+
+
+def test_an_unknown_backend_is_named(planned):
+    with pytest.raises(ValueError, match="attention.self = 'fa9': no such backend"):
+        planned(SMALL, "attention.self=fa9")
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "stream.yaml"
+    path.write_text("model: {path: Wan, preset: wan2.1-t2v-1.3b}\ndtype: bfloat16\ncausal: {recent_frames: 9}\n")
+    return str(path)
+
+
+def test_plan_shows_a_stream_and_how_many_fit(file, capsys):
+    assert main(["plan", "--config", file]) == 0
+    out = capsys.readouterr().out
+    assert "visible latent frames" in out and "4,680 in each row" in out and "give --memory-gib" in out
+    assert main(["plan", "--config", file, "--memory-gib", "139", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stream"]["streams_that_fit"] > 10
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "inf", "nan", "many"])
+def test_memory_that_is_none_is_refused(file, capsys, value):
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", file, f"--memory-gib={value}"])
+    assert "--memory-gib" in capsys.readouterr().err
+
+
+def test_generate_refuses_causal_settings_and_names_the_way(file, capsys):
+    assert main(["generate", "--config", file, "--prompt", "a circle"]) == 2
+    assert "visual_gen.pipelines.rollout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("causal.frame_per_chunk=1", "did you mean frames_per_chunk"),
+        ("causal.recent_frames=2", "recent_frames of at least 3"),
+        ("causal.steps=[1,2]", "noise levels that fall"),
+        ("causal.sink_frames=-1", "causal.sink_frames = -1: wants 0 or more"),
+        ("causal.block_size=tiny", "causal.block_size"),
+        ("frames_per_chunk=3", "did you mean causal.frames_per_chunk"),
+    ],
+)
+def test_bad_settings_are_told_as_all_others(file, override, says):
+    with pytest.raises(ValueError, match=says.replace("[", r"\[")):
+        load_config(file, [override])
+
+
+def test_half_the_width_is_half_the_bytes(planned):
+    half = planned(SMALL, "dtype=bfloat16", "causal.block_size=16").stream
+    assert 2 * half.kv_cache_bytes == planned(SMALL, "causal.block_size=16").stream.kv_cache_bytes

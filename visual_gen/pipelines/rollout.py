@@ -1,0 +1,228 @@
+"""One stream of a causal Wan: chunk after chunk of latents, each denoised in a few steps and committed to a KV cache.
+
+Shape letters: C channels, F latent frames, H, W latent height and width.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+
+from attention_backend.kv_cache import Chunk, KVBatch, PagedKVCache, Session
+from visual_gen.config import CausalConfig
+from visual_gen.models.wan import CausalWanTransformer, PooledText
+from visual_gen.models.wan.text_pool import pooled
+from visual_gen.pipelines.denoise import guided
+from visual_gen.pipelines.errors import GenerationError
+from visual_gen.pipelines.text import TextRows
+from visual_gen.runtime.streams import stream_size
+
+TRAIN_TIMESTEPS = 1000.0
+
+
+def rollout(
+    transformer: CausalWanTransformer,
+    text: TextRows,
+    latent_size: tuple[int, int],
+    *,
+    num_chunks: int | None,
+    settings: CausalConfig | None = None,
+    negative: TextRows | None = None,
+    guidance_scale: float = 1.0,
+    generator: torch.Generator | None = None,
+    first_latents: torch.Tensor | None = None,
+    cache: PagedKVCache | None = None,
+) -> Iterator[torch.Tensor]:
+    """Yields the latents of each chunk, fp32 [C, F, H, W], as soon as its K/V are committed.
+
+    text: one row. latent_size: (H, W). num_chunks: how many; None goes on until the rotary table ends, which is a
+    ValueError. guidance_scale above 1 with a `negative` row runs both branches in one forward; else there is one
+    branch, and memory for one. generator: what noise is drawn from. first_latents [C, F, H, W]: clean frames to
+    continue from; they are committed first, each seeing those up to itself, and not yielded. cache: one to share
+    between streams, from stream_cache; without it the stream makes its own.
+
+    Between steps the clean chunk is predicted from the flow and fresh noise brings it to the next level, as in
+    Self-Forcing. Whatever ends the stream (an exception, Ctrl-C, close()) leaves no open chunk or session behind.
+    Raises ValueError on a bad argument, before any work; GenerationError if a chunk is not finite, which is then not
+    committed.
+    """
+    settings = settings or CausalConfig()
+    guide = negative is not None and guidance_scale > 1
+    for name, rows in (("text", text), ("negative", negative)):
+        if rows is not None and len(rows.lens) != 1:
+            raise ValueError(f"{name} has {len(rows.lens)} rows; a stream has one prompt")
+    if guide and text.hidden.shape != negative.hidden.shape:
+        raise ValueError(
+            f"text has shape {tuple(text.hidden.shape)}, negative {tuple(negative.hidden.shape)}; encode both to "
+            "one length"
+        )
+    if num_chunks is not None and (not isinstance(num_chunks, int) or isinstance(num_chunks, bool) or num_chunks < 1):
+        raise ValueError(f"num_chunks is {num_chunks!r}; it must be an integer of at least 1, or None for no end")
+    config = transformer.config
+    shape = (config.out_channels, *latent_size)
+    first = _check_first(first_latents, shape)
+    if any(size % patch or size < patch for size, patch in zip(latent_size, config.patch_size[1:], strict=True)):
+        raise ValueError(f"latent_size is {latent_size}; both must be multiples of the patch {config.patch_size[1:]}")
+    frame_tokens = latent_size[0] * latent_size[1] // (config.patch_size[1] * config.patch_size[2])
+    if cache is not None and cache.frame_tokens != frame_tokens:
+        raise ValueError(
+            f"the cache was made for {cache.frame_tokens} tokens a frame; latent_size {latent_size} has {frame_tokens}"
+        )
+    if num_chunks is not None:
+        total = num_chunks * settings.frames_per_chunk
+        if first is not None:
+            total += first.shape[1]
+        elif settings.first_chunk_frames is not None:
+            total += settings.first_chunk_frames - settings.frames_per_chunk
+        if total > config.rope_max_seq_len:
+            raise ValueError(
+                f"num_chunks is {num_chunks}, which makes {total} latent frames; the model knows "
+                f"{config.rope_max_seq_len} (rope_max_seq_len)"
+            )
+    return _Stream(transformer, settings, shape, guidance_scale if guide else None, generator).run(
+        cache, frame_tokens, (text, negative) if guide else (text,), first, num_chunks
+    )
+
+
+def stream_cache(
+    transformer: CausalWanTransformer,
+    settings: CausalConfig,
+    frame_tokens: int,
+    *,
+    streams: int = 1,
+    branches: int = 1,
+) -> PagedKVCache:
+    """A cache that holds so many streams of these settings, each with `branches` of guidance. frame_tokens: tokens of a
+    latent frame."""
+    backend, config = transformer.self_attention, transformer.config
+    size = stream_size(settings, frame_tokens, backend, branches=branches)
+    return PagedKVCache(
+        config.num_layers, config.num_attention_heads, config.attention_head_dim, frame_tokens,
+        num_blocks=1 + streams * size.num_blocks, block_size=size.block_size, read=settings.read, backend=backend,
+        dtype=transformer.dtype, device=transformer.device, staging_tokens=streams * size.staging_tokens,
+        attention_metadata_state=transformer.attention_metadata_state,
+    )  # fmt: skip
+
+
+def rollout_latents(*args, num_chunks: int, first_latents: torch.Tensor | None = None, **arguments) -> torch.Tensor:
+    """`rollout` to its end: all latents, fp32 [1, C, F, H, W], first_latents in front where they were given."""
+    if num_chunks is None:
+        raise ValueError("num_chunks is None, a stream without end: give a number, or take the chunks from rollout")
+    chunks = list(rollout(*args, num_chunks=num_chunks, first_latents=first_latents, **arguments))
+    if first_latents is not None:
+        chunks.insert(0, first_latents.to(chunks[0]))
+    return torch.cat(chunks, dim=1)[None]
+
+
+class _Stream:
+    def __init__(
+        self,
+        transformer: CausalWanTransformer,
+        settings: CausalConfig,
+        shape: tuple[int, int, int],
+        guidance_scale: float | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.transformer, self.settings, self.shape = transformer, settings, shape
+        self.guidance_scale, self.generator = guidance_scale, generator
+        self.branches = 1 if guidance_scale is None else 2
+        self.timesteps = torch.tensor((*settings.timesteps, 0.0), device=transformer.device)
+
+    @torch.no_grad()
+    def run(
+        self,
+        cache: PagedKVCache | None,
+        frame_tokens: int,
+        texts: tuple[TextRows, ...],
+        first: torch.Tensor | None,
+        num_chunks: int | None,
+    ) -> Iterator[torch.Tensor]:
+        hidden, lens = torch.cat([rows.hidden[rows.index] for rows in texts]), [n for rows in texts for n in rows.lens]
+        text_kv = pooled(self.transformer.project_text(hidden.to(self.transformer.device), lens))
+        settings, branches = self.settings, self.branches
+        cache = cache or stream_cache(self.transformer, settings, frame_tokens, branches=branches)
+        with cache.open_session(
+            sink_frames=settings.sink_frames, recent_frames=settings.recent_frames, branches=branches,
+            max_chunk_frames=settings.max_chunk_frames,
+        ) as session:  # fmt: skip
+            if first is not None:
+                self._recache(session, text_kv, first.to(self.transformer.device))
+            all_frames = _chunk_frames(settings, continued=first is not None)
+            for index, frames in enumerate(itertools.islice(all_frames, num_chunks)):
+                with session.begin(frames) as chunk:
+                    latents = self._make(chunk, text_kv, f"chunk {index}")
+                    chunk.commit()
+                yield latents
+
+    def _recache(self, session: Session, text_kv: PooledText, latents: torch.Tensor) -> None:
+        """Commits given frames, each of which sees those up to itself."""
+        room = self.settings.sink_frames + self.settings.recent_frames
+        start, total = 0, latents.shape[1]
+        while start < total:
+            # Where a frame overwrites the oldest one, a frame before it in the same chunk would miss that one.
+            frames = min(total - start, self.settings.max_chunk_frames, max(room - start, 1))
+            with session.begin(frames) as chunk:
+                given = latents[:, start : start + frames]
+                self._write(chunk, text_kv, given, f"given frames from {start} on", frame_causal=True)
+                chunk.commit()
+            start += frames
+
+    def _make(self, chunk: Chunk, text_kv: PooledText, what: str) -> torch.Tensor:
+        """Denoises a chunk from noise and writes the K/V of the result."""
+        x = self._noise(chunk.frames)
+        sigmas = [t / TRAIN_TIMESTEPS for t in self.settings.timesteps]
+        for step, sigma in enumerate(sigmas):
+            flows = self._forward(chunk.session.cache.batch([chunk]), text_kv, x, step)
+            flow = flows[0].float() if self.guidance_scale is None else guided(*flows, self.guidance_scale)
+            x = x - sigma * flow
+            if step + 1 < len(sigmas):
+                x = torch.lerp(x, self._noise(chunk.frames), sigmas[step + 1])
+        self._write(chunk, text_kv, x, what)
+        return x
+
+    def _write(
+        self, chunk: Chunk, text_kv: PooledText, x: torch.Tensor, what: str, *, frame_causal: bool = False
+    ) -> None:
+        """The committing forward, and the one wait for the device that a chunk takes: what was not finite in a step
+        before shows here."""
+        batch = chunk.session.cache.batch([chunk], frame_causal=frame_causal)
+        if batch.failed_rows(self._forward(batch, text_kv, x, -1)):
+            raise GenerationError(
+                f"{what} gave NaN or infinity and was not committed: the weights or the latents are damaged, or the "
+                "dtype overflows (try dtype bfloat16 or float32)",
+                step=len(self.settings.steps),
+            )
+
+    def _forward(self, batch: KVBatch, text_kv: PooledText, x: torch.Tensor, step: int) -> torch.Tensor:
+        rows = x.expand(self.branches, *x.shape)
+        return self.transformer(rows, self.timesteps[step].expand(self.branches), kv=batch, text_kv=text_kv)
+
+    def _noise(self, frames: int) -> torch.Tensor:
+        channels, height, width = self.shape
+        shape = (channels, frames, height, width)
+        return randn_tensor(shape, generator=self.generator, device=self.transformer.device, dtype=torch.float32)
+
+
+def _chunk_frames(settings: CausalConfig, *, continued: bool) -> Iterator[int]:
+    """Frames of each chunk. A stream that continues given frames has its first chunk behind it."""
+    if settings.first_chunk_frames is not None and not continued:
+        yield settings.first_chunk_frames
+    while True:
+        yield settings.frames_per_chunk
+
+
+def _check_first(latents: torch.Tensor | None, shape: tuple[int, int, int]) -> torch.Tensor | None:
+    if latents is None:
+        return None
+    channels, height, width = shape
+    if latents.ndim != 4 or (latents.shape[0], *latents.shape[2:]) != shape or latents.shape[1] < 1:
+        raise ValueError(
+            f"first_latents has shape {tuple(latents.shape)}; expected [{channels}, F, {height}, {width}] with F of at "
+            "least 1"
+        )
+    if not torch.isfinite(latents).all():
+        raise ValueError("first_latents hold NaN or infinity; give finite ones")
+    return latents

@@ -1,0 +1,49 @@
+"""What the KV cache of a causal stream takes, from its settings alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attention_backend import AttentionBackend
+from attention_backend.kv_cache import SessionGeometry
+from attention_backend.kv_cache.geometry import GUARD_ROWS
+from attention_backend.kv_cache.sizes import choose_block_size, row_bytes
+from visual_gen.config import CausalConfig
+from visual_gen.models.wan import WanConfig
+
+
+@dataclass(frozen=True)
+class StreamSize:
+    """What one stream takes: blocks of block_size tokens, and rows of the staging buffer, both in all layers."""
+
+    geometry: SessionGeometry
+    block_size: int
+    num_blocks: int
+    staging_tokens: int
+
+    def num_bytes(self, config: WanConfig, dtype: torch.dtype) -> int:
+        tokens = self.num_blocks * self.block_size + self.staging_tokens
+        return tokens * row_bytes(config.num_layers, config.num_attention_heads, config.attention_head_dim, dtype)
+
+
+def stream_size(
+    settings: CausalConfig, frame_tokens: int, backend: AttentionBackend | type[AttentionBackend], *, branches: int = 1
+) -> StreamSize:
+    """Of a stream read through `backend`. frame_tokens: tokens of a latent frame; branches: of guidance."""
+    geometry = SessionGeometry(
+        frame_tokens=frame_tokens,
+        sink_frames=settings.sink_frames,
+        recent_frames=settings.recent_frames,
+        branches=branches,
+        max_chunk_frames=settings.max_chunk_frames,
+    )
+    size = settings.block_size
+    size = choose_block_size(backend, frame_tokens) if size == "auto" else size
+    auto, extents = settings.read == "auto", backend.supports_extent_kv()
+    run = settings.read == "extent" or (auto and extents)
+    staged = settings.read == "staged" or (auto and not extents and not backend.supports_paged_kv())
+    blocks = geometry.branch_blocks(size, run=run) + geometry.journal_blocks(size)
+    rows = geometry.capacity_tokens + GUARD_ROWS if staged else 0
+    return StreamSize(geometry, size, branches * blocks, branches * rows)
