@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 from transformers.utils import logging as transformers_logging
 
-from visual_gen.checkpoint import CheckpointError, WeightFiles, read_json
+from visual_gen.checkpoint import CheckpointError, WeightFiles, part_folder, read_json
 from visual_gen.models.wan import WanTransformer
 from visual_gen.pipelines.cpu_conv import channels_innermost
 from visual_gen.pipelines.vae_config import empty_vae
@@ -93,14 +93,14 @@ def _refuse_wan22(folder: Path, index: dict) -> None:
 def check_geometry(folder: Path) -> None:
     """Raise CheckpointError when a component's config is missing or the components' sizes do not fit one another."""
     transformer, text, vae = (
-        read_json(folder / name / "config.json") for name in ("transformer", "text_encoder", "vae")
+        read_json(part_folder(folder, name) / "config.json") for name in ("transformer", "text_encoder", "vae")
     )
     where = folder / "transformer" / "config.json"
     for name, config in (("transformer", transformer), ("vae", vae)):
         stored = config.get("_class_name")
         if stored not in _COMPONENT_CLASSES[name]:
             raise CheckpointError(
-                f"{folder / name / 'config.json'} has _class_name {stored!r}; a Wan pipeline needs "
+                f"{part_folder(folder, name) / 'config.json'} has _class_name {stored!r}; a Wan pipeline needs "
                 f"{_COMPONENT_CLASSES[name][0]!r}"
             )
     if transformer.get("image_dim") is not None or transformer.get("added_kv_proj_dim") is not None:
@@ -116,7 +116,7 @@ def check_geometry(folder: Path) -> None:
                 f"{where} has {key} {value}, but the {other} is {other_value}: these folders do not belong together; "
                 "download the checkpoint again"
             )
-    empty_vae(folder / "vae" / "config.json")
+    empty_vae(part_folder(folder, "vae") / "config.json")
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Any:
@@ -229,11 +229,11 @@ def load_components(
 ) -> Components:
     """Check that no weight file is damaged, then load each part once, inside `part(name)`."""
     for name, stem in (("text_encoder", "model"), ("transformer", STEM), ("vae", STEM)):
-        WeightFiles.open(folder / name, stem=stem)
+        WeightFiles.open(part_folder(folder, name), stem=stem)
     with part("text encoder"):
-        text_encoder = load_text_encoder(folder / "text_encoder", dtype=dtype, device=device)
+        text_encoder = load_text_encoder(part_folder(folder, "text_encoder"), dtype=dtype, device=device)
     with part("VAE"):
-        vae = load_vae(folder / "vae", dtype=vae_dtype, device=device)
+        vae = load_vae(part_folder(folder, "vae"), dtype=vae_dtype, device=device)
     with part("transformer"):
         transformer = WanTransformer.from_pretrained(
             folder / "transformer", dtype=dtype, device=device, attention=attention

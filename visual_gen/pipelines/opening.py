@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from visual_gen.checkpoint import CONFIG_FILES, resolve_folder
+from visual_gen.checkpoint import CONFIG_FILES, part_folder, resolve_folder
 from visual_gen.config import AttentionConfig, attention_config
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanConfig, WanTransformer
@@ -54,7 +54,7 @@ def open_pipeline(
     folder = resolve_folder(folder_or_id, files=CONFIG_FILES)
     check_model_index(folder)
     check_geometry(folder)
-    made_scheduler = make_scheduler(folder / "scheduler", scheduler, flow_shift)
+    made_scheduler = make_scheduler(part_folder(folder, "scheduler"), scheduler, flow_shift)
     # Without memory for weights: it selects the backends, or says why one cannot serve this model here.
     wan = WanConfig.from_folder(folder / "transformer")
     model = WanTransformer(
@@ -64,7 +64,7 @@ def open_pipeline(
         device=device,
         init_weights=False,
     )
-    vocab_size = empty_text_encoder(folder / "text_encoder").config.vocab_size
+    vocab_size = empty_text_encoder(part_folder(folder, "text_encoder")).config.vocab_size
     return OpenedPipeline(
         dtype=dtype,
         vae_dtype=vae_dtype or dtype,
@@ -74,5 +74,5 @@ def open_pipeline(
         wan=wan,
         geometry=Geometry.from_folder(folder),
         scheduler=made_scheduler,
-        tokenizer=load_tokenizer(folder / "tokenizer", vocab_size),
+        tokenizer=load_tokenizer(part_folder(folder, "tokenizer"), vocab_size),
     )

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import torch
 
-from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, CheckpointError, WeightFiles, read_json, resolve_folder
+from visual_gen.checkpoint import (
+    PACKAGED_CHECKPOINTS,
+    CheckpointError,
+    WeightFiles,
+    part_folder,
+    read_json,
+    resolve_folder,
+)
 from visual_gen.config import ConfigError, RunConfig
 from visual_gen.models.wan import WAN_PRESETS, WanConfig
 from visual_gen.models.wan.geometry import Geometry
@@ -112,15 +119,15 @@ def _from_preset(preset: str) -> Model:
 
 def _from_folder(folder: Path) -> Model:
     index = read_json(folder / "model_index.json")
-    tokenizer = folder / "tokenizer" / "tokenizer.json"
+    tokenizer = part_folder(folder, "tokenizer") / "tokenizer.json"
     return Model(
         source=f"folder {folder}",
         transformer=WanConfig.from_folder(folder / "transformer"),
         geometry=Geometry.from_folder(folder),
         num_experts=2 if (folder / "transformer_2").is_dir() else 1,
         timestep_per_token=bool(index.get("expand_timesteps")),
-        text_encoder=_text_encoder_size(folder / "text_encoder"),
-        vae=_size(folder / "vae", "diffusion_pytorch_model"),
+        text_encoder=_text_encoder_size(part_folder(folder, "text_encoder")),
+        vae=_size(part_folder(folder, "vae"), "diffusion_pytorch_model"),
         tokenizer_file=tokenizer if tokenizer.is_file() else None,
     )
 
