@@ -43,6 +43,11 @@ class Session:
         self._check_open()
         return self._frames
 
+    @property
+    def chunk(self) -> Chunk | None:
+        """The open one."""
+        return self._open
+
     def begin(self, frames: int) -> Chunk:
         """The next `frames` frames. KVCacheError, before anything is written, if they do not fit or a chunk is open."""
         self._check_open()

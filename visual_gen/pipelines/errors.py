@@ -22,3 +22,7 @@ class GenerationError(RuntimeError):
         self.step = step
         self.latents: torch.Tensor | None = None
         self.output: WanPipelineOutput | None = None
+
+
+class EngineFull(ValueError):
+    """There is no room for another stream; the message says what is short."""

@@ -1,0 +1,103 @@
+"""One forward for chunks of many streams, each at its own step, filled up to a bucket where bits or graphs ask for it.
+
+Shape letters: R rows, C channels, F latent frames of a chunk, H, W latent height and width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attention_backend.kv_cache import Chunk, PagedBatch, PagedKVCache
+from visual_gen.models.wan import CausalWanTransformer
+from visual_gen.models.wan.causal_inputs import CausalGraph
+from visual_gen.pipelines.stream_text import TextSlots
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One stream's share: its open chunk, latents [C, F, H, W] at a 0-dimensional timestep, and each branch's text."""
+
+    chunk: Chunk
+    latents: torch.Tensor
+    timestep: torch.Tensor
+    text: tuple[int, ...]
+
+
+class StreamForward:
+    """buckets: numbers of rows, ascending, that forwards are filled up to, each row counted as max_chunk_frames frames;
+    none: forwards have the rows that they have. graphs: forwards of equal chunks run as CUDA graphs."""
+
+    def __init__(
+        self,
+        transformer: CausalWanTransformer,
+        cache: PagedKVCache,
+        texts: TextSlots,
+        grid: tuple[int, int],
+        max_chunk_frames: int,
+        *,
+        buckets: Sequence[int],
+        graphs: bool,
+    ) -> None:
+        self._transformer, self._cache, self._texts, self._grid = transformer, cache, texts, grid
+        self._max_chunk_frames, self._buckets, self._graphs_wanted = max_chunk_frames, tuple(buckets), graphs
+        self._graphs: dict[tuple, CausalGraph] = {}
+        # Rows that nobody reads; a pad row's tokens need places of their own.
+        self._pads = [
+            cache.open_session(recent_frames=max_chunk_frames, max_chunk_frames=max_chunk_frames)
+            for _ in range(max(buckets, default=0))
+        ]
+
+    def __call__(self, parts: Sequence[Part], *, frame_causal: bool = False) -> tuple[list[torch.Tensor], PagedBatch]:
+        """The flow of each part, [branches, C, F, H, W], and the batch that it was made with."""
+        frames = [part.latents.shape[1] for part in parts for _ in part.text]
+        pads = [] if frame_causal else self._pad_chunks(frames)
+        batch = self._cache.batch([*(part.chunk for part in parts), *pads], frame_causal=frame_causal)
+        text = [slot for part in parts for slot in part.text]
+        text += text[:1] * len(pads)
+        first = parts[0]
+        blank = first.latents.new_zeros(())
+        rows = [part.latents for part in parts for _ in part.text]
+        rows += [blank.expand(len(first.latents), chunk.frames, *first.latents.shape[2:]) for chunk in pads]
+        timesteps = torch.stack(
+            [part.timestep for part in parts for _ in part.text] + [torch.zeros_like(first.timestep)] * len(pads)
+        )
+        inputs = self._transformer.prepare(batch, self._texts.rows(text), self._grid)
+        if len({row.shape for row in rows}) == 1:
+            rows = torch.stack(rows)
+            run = self._graph(rows, timesteps, inputs) if self._graphs_wanted and not frame_causal else None
+            flows = (run or self._transformer.run)(rows, timesteps, inputs)
+        else:
+            flows = self._transformer.run(rows, timesteps, inputs)
+        out, row = [], 0
+        for part in parts:
+            some = flows[row : row + len(part.text)]
+            out.append(some if isinstance(some, torch.Tensor) else torch.stack(some))
+            row += len(part.text)
+        return out, batch
+
+    def _graph(self, rows: torch.Tensor, timesteps: torch.Tensor, inputs) -> CausalGraph:
+        key = (tuple(rows.shape), inputs.signature())
+        if key not in self._graphs:
+            self._graphs[key] = CausalGraph(self._transformer.run, rows, timesteps, inputs)
+        return self._graphs[key]
+
+    def _pad_chunks(self, frames: Sequence[int]) -> list[Chunk]:
+        """Open chunks that fill the rows up to the next bucket, frames and all."""
+        bucket = next((rows for rows in self._buckets if rows >= len(frames)), None)
+        if bucket is None:
+            return []
+        left, chunks = bucket * self._max_chunk_frames - sum(frames), []
+        for session in self._pads:
+            if left <= 0:
+                break
+            wanted = min(left, self._max_chunk_frames)
+            chunk = session.chunk
+            if chunk is not None and chunk.frames != wanted:
+                chunk.abort()
+                chunk = None
+            chunks.append(chunk or session.begin(wanted))
+            left -= wanted
+        return chunks
