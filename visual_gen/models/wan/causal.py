@@ -121,7 +121,7 @@ class CausalWanTransformer(WanTransformer):
         self._bind_caches()
         text = pooled(text_kv)
         self._check_text(text, kv.num_rows)
-        rotary = self._rotary.frames(list(zip(kv.frame_starts, kv.frames, strict=True)), height, width, self.device)
+        rotary = self._rotary.frames(kv.frame_runs, height, width, self.device)
         return CausalInputs(kv, rotary, tuple(text.layers(self.attention_metadata_state, kv.q_lens)))
 
     def run(
