@@ -113,9 +113,9 @@ class BlockPool:
         if None in journals or None in spares:
             needed = sum(len(branch.journal) + len(indices) for branch in branches)
             raise OutOfBlocks(
-                f"a fork of a window of {geometry.window_frames} frames needs {needed} blocks of {size} tokens for what "
-                f"the two will write apart, and {self.free.free} of {self.num_blocks - 1} are free; close a session, or "
-                "make the cache larger (num_blocks, memory_bytes)"
+                f"a fork of a window of {geometry.window_frames} frames needs {needed} blocks of {size} tokens for "
+                f"what the two will write apart, and {self.free.free} of {self.num_blocks - 1} are free; close a "
+                "session, or make the cache larger (num_blocks, memory_bytes)"
             )
         self.free = free
         forks = []

@@ -6,77 +6,37 @@ Shape letters: C channels, F latent frames, H, W latent height and width.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from attention_backend.kv_cache import Chunk, Session
+from attention_backend.kv_cache import Session
+from attention_backend.kv_cache.interrupts import no_interrupt, uninterrupted
 from visual_gen.config import CausalConfig
 from visual_gen.pipelines.denoise import guided
 from visual_gen.pipelines.errors import GenerationError
 from visual_gen.pipelines.given_frames import given_chunks
 from visual_gen.pipelines.stream_forward import Part
+from visual_gen.pipelines.stream_snapshot import Snapshot, take_snapshot
+from visual_gen.pipelines.stream_state import (
+    RECACHES,
+    Committed,
+    Making,
+    StreamEvent,
+    Switch,
+    Unread,
+    check_guidance,
+    stream_settings,
+)
+from visual_gen.pipelines.text import TextRows
 
 if TYPE_CHECKING:
     from visual_gen.pipelines.stream_engine import StreamEngine
 
 TRAIN_TIMESTEPS = 1000.0
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """kind: "denoised" (a step of chunk chunk_index was launched), "committed" (the chunk is finished, checked and can
-    be taken), "failed" (it was dropped for `error`, and the stream is as before it)."""
-
-    stream: Stream
-    kind: str
-    chunk_index: int
-    error: Exception | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Committed:
-    """A stream between two chunks. clean: (first frame, latents [C, F, H, W]) of chunks whose frames a window or a
-    rollback may need again."""
-
-    chunk_index: int
-    frames: int
-    generator_state: torch.Tensor
-    clean: tuple[tuple[int, torch.Tensor], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Making:
-    """The open chunk. timesteps: on the device, one for each step and 0 for the commit; sigmas: of the steps."""
-
-    chunk: Chunk
-    latents: torch.Tensor
-    timesteps: torch.Tensor
-    sigmas: tuple[float, ...]
-    guidance_scale: float
-    step: int = 0
-
-    @property
-    def commits(self) -> bool:
-        """Whether the next forward is the one that commits."""
-        return self.step == len(self.sigmas)
-
-
-@dataclass(frozen=True, eq=False)
-class Unread:
-    """A committed chunk whose check is on its way from the device: one bool, there once `done` has happened."""
-
-    after: Committed
-    latents: torch.Tensor
-    finite: torch.Tensor
-    done: torch.cuda.Event | None
-    forward: int
-
-    def failed(self) -> bool:
-        if self.done is not None:
-            self.done.synchronize()
-        return not bool(self.finite)
 
 
 class Stream:
@@ -96,16 +56,17 @@ class Stream:
         text: tuple[int, ...],
         guidance_scale: float,
         generator: torch.Generator,
+        history: tuple[Committed, ...] = (),
     ) -> None:
         self.id, self.prompt, self.session, self.settings = id, prompt, session, settings
         self.guidance_scale, self.error = guidance_scale, None
-        self._engine, self._text, self._generator = engine, text, generator
-        self._history: tuple[Committed, ...] = (Committed(0, 0, generator.get_state(), ()),)
-        self._making: Making | None = None
-        self._committing: Unread | None = None  # what a commit will have led to
-        self._unread: Unread | None = None
-        self._waiting: deque[tuple[int, torch.Tensor]] = deque()  # (chunk index, latents) not taken yet
         self.closed_because: str | None = None
+        self._engine, self._text, self._generator = engine, text, generator
+        self._history = history or (Committed(0, 0, generator.get_state(), ()),)
+        self._making: Making | None = None
+        self._unread: Unread | None = None
+        self._switch: Switch | None = None
+        self._waiting: deque[tuple[int, torch.Tensor]] = deque()  # (chunk index, latents) not taken yet
 
     @property
     def state(self) -> str:
@@ -134,14 +95,13 @@ class Stream:
 
     def take_latents(self) -> list[torch.Tensor]:
         """Latents of the finished chunks not taken yet, fp32 [1, C, F, H, W] each, in order."""
-        if self.closed_because is None:
-            self._settle()
+        self._settle()
         taken = []
         while self._waiting:
             taken.append(self._waiting.popleft()[1][None])
         return taken
 
-    def set(self, *, guidance_scale: float | None = None, steps=None) -> None:
+    def set(self, *, guidance_scale: float | None = None, steps: Sequence[float] | None = None) -> None:
         """Other guidance or noise levels from the next chunk on; None leaves them. The last step always leads to zero
         noise. ValueError, with nothing changed, on what the stream cannot have."""
         self._check_open()
@@ -154,11 +114,71 @@ class Stream:
         self.settings = self.settings if steps is None else stream_settings(self.settings, steps=steps)
         self.guidance_scale = scale
 
+    @torch.no_grad()
+    def switch_prompt(self, prompt: str | TextRows, *, recache: str = "none") -> None:
+        """Another prompt from the next chunk on; the old one serves until all of the new one's K/V are there.
+
+        recache "window": before that chunk, the window's K/V are computed anew under the new prompt, in one forward in
+        which each frame sees those up to itself, and put in place if that succeeds; what came before can then not be
+        rolled back. It takes room for a second window meanwhile. With a chunk open the switch waits for its end, and
+        if it fails then, the stream fails as it would in a chunk, with the old prompt. Raises ValueError or
+        GenerationError, with nothing changed.
+        """
+        self._check_open()
+        self._settle()
+        if recache not in RECACHES:
+            raise ValueError(f"recache is {recache!r}; it must be one of {', '.join(RECACHES)}")
+        try:
+            slot = self._engine._take_text("prompt", prompt)
+            with no_interrupt():
+                self._drop_switch()
+                self._switch = Switch(slot, prompt if isinstance(prompt, str) else None, recache)
+        except BaseException:
+            self._engine._reconcile()
+            raise
+        if self._making is None:
+            self._apply_switch()
+
     def abort_chunk(self) -> None:
         """Drops the chunk being made, if any: the next step begins it anew, with the same noise."""
         self._check_open()
         self._settle()
         self._recover()
+
+    def rollback(self, chunks: int) -> None:
+        """Takes back the last `chunks` finished chunks, and drops the one being made. Prompt and settings stay as they
+        are now. ValueError, with nothing changed, if so many are not held (the engine's rollback_chunks)."""
+        self._check_open()
+        self._settle()
+        held = min(self._engine.rollback_chunks, len(self._history) - 1)
+        if not isinstance(chunks, int) or isinstance(chunks, bool) or not 1 <= chunks <= held:
+            raise ValueError(
+                f"chunks is {chunks!r}; of stream {self.id} 1 to {held} can be taken back (the engine's "
+                f"rollback_chunks is {self._engine.rollback_chunks}, a recache ends what can be)"
+                if held
+                else f"chunks is {chunks!r}, and stream {self.id} has none that can be taken back (the engine's "
+                f"rollback_chunks is {self._engine.rollback_chunks}, a recache ends what can be)"
+            )
+        self._recover()
+        with no_interrupt():
+            self.session.rollback(chunks)
+            self._trim()
+            self.error = None
+
+    def fork(self, *, seed: int | None = None) -> Stream:
+        """A second stream that goes on from here, with the same prompt, settings and noise, or with noise of another
+        seed. Chunks not taken stay with this one. ValueError in the middle of a chunk; EngineFull."""
+        self._check_between_chunks("fork")
+        return self._engine._fork(self, seed)
+
+    def snapshot(self, path: str | Path | None = None) -> Snapshot:
+        """All that the stream is, in host memory, and in a safetensors file at `path`; for engine.restore. Chunks not
+        taken are left out. ValueError in the middle of a chunk."""
+        self._check_between_chunks("a snapshot")
+        snapshot = take_snapshot(self)
+        if path is not None:
+            snapshot.save(path)
+        return snapshot
 
     def close(self) -> None:
         """Gives all its memory back; finished latents can still be taken. A second close does nothing."""
@@ -169,6 +189,11 @@ class Stream:
         return self._history[-1]
 
     @property
+    def _slots(self) -> tuple[int, ...]:
+        """Text slots that it uses, once for each use."""
+        return self._text if self._switch is None else (*self._text, self._switch.slot)
+
+    @property
     def _ready(self) -> bool:
         return self.waiting_chunks < self._engine.waiting_chunks
 
@@ -176,10 +201,20 @@ class Stream:
         if self.closed_because is not None:
             raise ValueError(f"stream {self.id} is closed ({self.closed_because}): open another")
 
+    def _check_between_chunks(self, what: str) -> None:
+        self._check_open()
+        self._settle()
+        if self._making is not None:
+            raise ValueError(
+                f"stream {self.id} is in the middle of chunk {self._now.chunk_index}: step it until 'chunk', or "
+                f"abort_chunk(), before {what}"
+            )
+
     def _begin(self) -> None:
         """Opens the next chunk if none is. ValueError past the end of the model's positions."""
         if self._making is not None:
             return
+        self._apply_switch()
         settings, now = self.settings, self._now
         first = now.frames == 0 and settings.first_chunk_frames is not None
         frames = settings.first_chunk_frames if first else settings.frames_per_chunk
@@ -190,18 +225,58 @@ class Stream:
         sigmas = tuple(t / TRAIN_TIMESTEPS for t in settings.timesteps)
         self._making = Making(chunk, self._noise(frames), timesteps, sigmas, self.guidance_scale)
 
+    def _apply_switch(self) -> None:
+        switch = self._switch
+        if switch is None:
+            return
+        try:
+            if switch.recache == "window" and self._now.frames:
+                self._recompute((switch.slot, *self._text[1:]))
+            else:
+                self._take_switch()
+        except BaseException:
+            self._drop_switch()  # unless it was taken, and the interrupt came behind it
+            raise
+
+    @uninterrupted
+    def _take_switch(self) -> None:
+        """The prompt that was switched to is the one."""
+        switch, self._switch = self._switch, None
+        self._engine._texts.give(self._text[0])
+        self._text, self.prompt = (switch.slot, *self._text[1:]), switch.prompt
+
+    @uninterrupted
+    def _drop_switch(self) -> None:
+        switch, self._switch = self._switch, None
+        if switch is not None:
+            self._engine._texts.give(switch.slot)
+
+    def _recompute(self, text: tuple[int, ...]) -> None:
+        """The window's K/V under another text, from the clean latents."""
+        with self._engine._with_room(self.session.recompute, keep=self) as chunk:
+            latents = self._now.latents(chunk.frame_runs)
+            (flow,), _ = self._engine._run([Part(chunk, latents, latents.new_zeros(()), text)], frame_causal=True)
+            if not torch.isfinite(flow).all():
+                raise GenerationError(
+                    f"the window of stream {self.id} under the new prompt has NaN or infinity", step=0
+                )
+            with no_interrupt():
+                chunk.commit()
+                self._history = (self._now,)
+                self._take_switch()
+
     def _continue(self, latents: torch.Tensor) -> None:
         """Commits given frames [C, F, H, W], each of which sees those up to itself. GenerationError if that fails."""
-        timestep = latents.new_zeros(())
+        timestep, clean = latents.new_zeros(()), []
         for start, frames in given_chunks(self.settings, latents.shape[1]):
+            given = latents[:, start : start + frames].clone()
             with self.session.begin(frames) as chunk:
-                part = Part(chunk, latents[:, start : start + frames], timestep, self._text)
-                (flow,), _ = self._engine._run([part], frame_causal=True)
+                (flow,), _ = self._engine._run([Part(chunk, given, timestep, self._text)], frame_causal=True)
                 if not torch.isfinite(flow).all():
                     raise GenerationError(f"given frames from {start} on gave NaN or infinity", step=0)
                 chunk.commit()
-        first = self._now
-        self._history = (Committed(0, latents.shape[1], first.generator_state, ((0, latents),)),)
+            clean = [*self._still_needed(clean, start + frames), (start, given)]
+        self._history = (Committed(0, latents.shape[1], self._now.generator_state, tuple(clean)),)
 
     def _part(self) -> Part:
         making = self._making
@@ -216,54 +291,44 @@ class Stream:
             x = torch.lerp(x, self._noise(x.shape[1]), making.sigmas[making.step + 1])
         self._making = replace(making, latents=x, step=making.step + 1)
 
+    @uninterrupted
     def _commit(self, finite: torch.Tensor, done: torch.cuda.Event | None, forward: int) -> None:
         """Keeps what a committing forward wrote, on trust: `_settle` takes it back if the check says so."""
-        chunk, latents = self._making.chunk, self._making.latents
-        now, end = self._now, chunk.frame_start + chunk.frames
-        needed = end - self.settings.recent_frames - self._engine._kept_chunks * self.settings.max_chunk_frames
-        kept = [
-            (start, x) for start, x in now.clean if start + x.shape[1] > needed or start < self.settings.sink_frames
-        ]
-        clean = (*kept, (chunk.frame_start, latents))
+        chunk, latents, now = self._making.chunk, self._making.latents, self._now
+        end = chunk.frame_start + chunk.frames
+        clean = (*self._still_needed(now.clean, end), (chunk.frame_start, latents))
         after = Committed(now.chunk_index + 1, end, self._generator.get_state(), clean)
-        self._committing = Unread(after, latents, finite, done, forward)
         chunk.commit()
-        self._committed()
+        self._history = (*self._history, after)[-(self._engine._kept_chunks + 1) :]
+        self._unread = Unread(after, latents, finite, done, forward)
+        self._making = None
 
-    def _committed(self) -> None:
-        unread = self._committing
-        if self._now is not unread.after:
-            self._history = (*self._history, unread.after)[-(self._engine._kept_chunks + 1) :]
-        self._unread = unread
-        self._making = self._committing = None
+    def _still_needed(self, clean: Sequence[tuple[int, torch.Tensor]], frames: int) -> list[tuple[int, torch.Tensor]]:
+        oldest = frames - self.settings.recent_frames - self._engine._kept_chunks * self.settings.max_chunk_frames
+        return [(at, x) for at, x in clean if at + x.shape[1] > oldest or at < self.settings.sink_frames]
 
+    @uninterrupted
     def _recover(self) -> None:
-        """After whatever ended a step half-way: the stream is as before its chunk, or after a commit that was done."""
-        if self.closed_because is not None:
-            return
-        if self._committing is not None and self.session.frames == self._committing.after.frames:
-            self._committed()
-            return
-        if self.session.chunk is not None:
+        """Whatever ended a step half-way: the stream is as before the chunk that is open."""
+        if self.closed_because is None and self.session.chunk is not None:
             self.session.chunk.abort()
-        self._making = self._committing = None
+        self._making = None
 
+    @uninterrupted
     def _settle(self, *, before: int | None = None) -> None:
         """Reads the check of the last commit, if it was launched before forward `before`, and tells the engine."""
         unread = self._unread
         if unread is None or (before is not None and unread.forward >= before):
             return
-        index = unread.after.chunk_index - 1
-        if not unread.failed():
-            self._unread = None
+        index, failed = unread.after.chunk_index - 1, unread.failed()
+        self._unread = None
+        if not failed:
             self._waiting.append((index, unread.latents))
             self._engine._note(StreamEvent(self, "committed", index))
             return
         self._recover()
-        if self.session.frames == unread.after.frames:
-            self.session.rollback(1)
+        self.session.rollback(1)
         self._trim()
-        self._unread = None
         self._fail(
             GenerationError(
                 f"chunk {index} of stream {self.id} gave NaN or infinity and was not kept: the weights or the latents "
@@ -276,6 +341,8 @@ class Stream:
         """Forgets chunks that the session has taken back."""
         while self._now.frames > self.session.frames:
             self._history = self._history[:-1]
+        while self._waiting and self._waiting[-1][0] >= self._now.chunk_index:
+            self._waiting.pop()
 
     def _fail(self, error: Exception) -> None:
         self.error = error
@@ -283,15 +350,3 @@ class Stream:
 
     def _noise(self, frames: int) -> torch.Tensor:
         return self._engine._noise(frames, self._generator)
-
-
-def stream_settings(settings: CausalConfig, **changes) -> CausalConfig:
-    """The settings with those changes that are not None, checked as a whole. Raises ValueError."""
-    given = {name: value for name, value in changes.items() if value is not None}
-    return CausalConfig.model_validate(settings.model_dump() | given)
-
-
-def check_guidance(scale: float) -> float:
-    if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 <= scale < float("inf"):
-        raise ValueError(f"guidance_scale is {scale!r}; it must be a finite number of at least 0")
-    return float(scale)

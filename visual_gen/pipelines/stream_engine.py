@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
 from attention_backend.kv_cache import OutOfBlocks
+from attention_backend.kv_cache.interrupts import no_interrupt
 from visual_gen.config import AttentionConfig, CausalConfig
 from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.pipelines.errors import EngineFull, GenerationError
 from visual_gen.pipelines.given_frames import check_given
-from visual_gen.pipelines.stream import Stream, StreamEvent, check_guidance, stream_settings
+from visual_gen.pipelines.stream import Stream
 from visual_gen.pipelines.stream_forward import StreamForward
 from visual_gen.pipelines.stream_loading import engine_cache, load_stream_parts
 from visual_gen.pipelines.stream_record import EngineRecord, ForwardRecord
+from visual_gen.pipelines.stream_snapshot import Snapshot, snapshot_meta
+from visual_gen.pipelines.stream_state import StreamEvent, check_guidance, stream_settings
 from visual_gen.pipelines.stream_text import TextSlots, check_text
 from visual_gen.pipelines.text import TextRows
 
@@ -171,11 +175,7 @@ class StreamEngine:
         """
         scale = self.guidance_scale if guidance_scale is None else check_guidance(guidance_scale)
         settings = stream_settings(self.causal, sink_frames=sink_frames, recent_frames=recent_frames, steps=steps)
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-            raise ValueError(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1")
         prompts = (prompt, negative_prompt) if scale > 1 else (prompt,)
-        for name, text in zip(("prompt", "negative_prompt"), prompts, strict=False):
-            check_text(name, text, self.transformer.config.text_dim, self.text_len)
         if len(prompts) > self.batch_rows:
             raise ValueError(f"the stream has {len(prompts)} branches and a forward batch_rows {self.batch_rows}")
         first = initial_latents
@@ -183,26 +183,73 @@ class StreamEngine:
             first = first[0] if first.ndim == 5 and len(first) == 1 else first
             check_given("initial_latents", first, (self.transformer.config.out_channels, *self.latent_size))
             self._check_positions(first.shape[1])
-        generator = torch.Generator(self.transformer.device).manual_seed(seed)
-        session, text = self._open_session(settings, len(prompts)), ()
+        generator = self._generator(seed)
+        text: list[int] = []
         try:
-            with torch.no_grad():
-                for each in prompts:
-                    text += (self._texts.take(each),)
-            stream = Stream(
-                self, self._next_id, session, settings, prompt if isinstance(prompt, str) else None, text, scale,
-                generator,
+            for name, each in zip(("prompt", "negative_prompt"), prompts, strict=False):
+                text.append(self._take_text(name, each))
+            session = self._with_room(
+                lambda: self.cache.open_session(
+                    sink_frames=settings.sink_frames, recent_frames=settings.recent_frames, branches=len(prompts),
+                    max_chunk_frames=settings.max_chunk_frames, rollback_chunks=self._kept_chunks,
+                ),
+                joins=True,
             )  # fmt: skip
+            name = prompt if isinstance(prompt, str) else None
+            stream = Stream(self, self._next_id, session, settings, name, tuple(text), scale, generator)
             if first is not None:
                 with torch.no_grad():
                     stream._continue(first.to(self.transformer.device, torch.float32))
+            return self._add(stream)
         except BaseException:
-            for slot in text:
-                self._texts.give(slot)
-            session.close()
+            self._reconcile()
             raise
-        self._add(stream)
-        return stream
+
+    def restore(self, snapshot: Snapshot | str | Path) -> Stream:
+        """The stream that Stream.snapshot was taken of, or its file, as a new one. The model must be the same: shapes
+        are compared, weights are not. FileNotFoundError; ValueError, with nothing taken, on a damaged file and on a
+        snapshot of another geometry; EngineFull."""
+        if not isinstance(snapshot, Snapshot):
+            snapshot = Snapshot.load(snapshot)
+        for key, ours in snapshot_meta(self).items():
+            if snapshot.meta.get(key) != ours:
+                raise ValueError(f"the snapshot has {key} {snapshot.meta.get(key)!r}, this engine {ours!r}")
+        if len(snapshot.texts) > self.batch_rows:
+            raise ValueError(f"the stream has {len(snapshot.texts)} branches and a forward {self.batch_rows} rows")
+        meta, device = snapshot.meta, self.transformer.device
+        settings, generator = CausalConfig.model_validate(meta["settings"]), self._generator(0)
+        there = {at: x.to(device, copy=True) for c in snapshot.history for at, x in c.clean}
+        history = tuple(replace(c, clean=tuple((at, there[at]) for at, _ in c.clean)) for c in snapshot.history)
+        text: list[int] = []
+        try:
+            for each in snapshot.texts:
+                text.append(self._take_text("prompt", each))
+            session = self._with_room(lambda: self.cache.restore_session(snapshot.session), joins=True)
+            return self._add(
+                Stream(
+                    self, self._next_id, session, settings, meta["prompt"], tuple(text), meta["guidance_scale"],
+                    generator, history,
+                )
+            )  # fmt: skip
+        except BaseException:
+            self._reconcile()
+            raise
+
+    def _fork(self, stream: Stream, seed: int | None) -> Stream:
+        generator, history = self._generator(seed or 0), stream._history
+        if seed is not None:
+            history = (*history[:-1], replace(history[-1], generator_state=generator.get_state()))
+        try:
+            session = self._with_room(stream.session.fork, keep=stream, joins=True)
+            text = [self._texts.share(slot) for slot in stream._text]
+            fork = Stream(
+                self, self._next_id, session, stream.settings, stream.prompt, tuple(text), stream.guidance_scale,
+                generator, history,
+            )  # fmt: skip
+            return self._add(fork)
+        except BaseException:
+            self._reconcile()
+            raise
 
     def step(self, streams: Sequence[Stream] | None = None, *, until: str = "forward") -> list[StreamEvent]:
         """One forward for the streams that waited longest, of `streams` (None: all that have not failed), as many as
@@ -221,7 +268,8 @@ class StreamEngine:
         left = list(goals)
         while left:
             self._forward(self._group(left))
-            left = [s for s in left if s.error is None and s._now.chunk_index < goals[s]]
+            over = {s for s in left if s.error is not None or s.closed_because is not None}
+            left = [s for s in left if s not in over and s._now.chunk_index < goals[s]]
         for stream in goals:
             stream._settle()
         return self._take_events()
@@ -256,7 +304,8 @@ class StreamEngine:
     def _forward(self, group: list[Stream]) -> None:
         start = time.perf_counter()
         try:
-            group = [stream for stream in group if self._begun(stream)]
+            begun = [stream for stream in group if self._begun(stream)]
+            group = [stream for stream in begun if stream.closed_because is None]  # making room may have closed some
             if group:
                 self._launch(group, start)
         except BaseException:
@@ -268,6 +317,8 @@ class StreamEngine:
             stream._settle(before=self._forwards)
 
     def _begun(self, stream: Stream) -> bool:
+        if stream.closed_because is not None:
+            return False
         try:
             stream._begin()
         except (ValueError, GenerationError) as error:
@@ -299,45 +350,63 @@ class StreamEngine:
             )
         )  # fmt: skip
 
-    def _open_session(self, settings: CausalConfig, branches: int):
-        self._make_room(len(self.streams) < self.max_streams, f"{len(self.streams)} streams are open (max_streams)")
+    def _with_room(self, make: Callable, *, keep: Stream | None = None, joins: bool = False):
+        """What `make` makes; where there is no room for it, the policy decides. keep: not to be closed for it. joins:
+        it is a stream more."""
         while True:
-            try:
-                return self.cache.open_session(
-                    sink_frames=settings.sink_frames, recent_frames=settings.recent_frames, branches=branches,
-                    max_chunk_frames=settings.max_chunk_frames, rollback_chunks=self._kept_chunks,
-                )  # fmt: skip
-            except OutOfBlocks as error:
-                self._make_room(False, str(error))
+            why = f"{len(self.streams)} streams are open (max_streams)"
+            if not joins or len(self.streams) < self.max_streams:
+                try:
+                    return make()
+                except OutOfBlocks as error:
+                    why = str(error)
+            others = [stream for stream in self.streams if stream is not keep]
+            if self.policy == "refuse" or not others:
+                raise EngineFull(f"no room: {why}")
+            self._close(min(others, key=self._last_forward.__getitem__), "evicted to make room")
+            self._record.evicted += 1
 
-    def _make_room(self, enough: bool, why: str) -> None:
-        if enough:
-            return
-        if self.policy == "refuse" or not self.streams:
-            raise EngineFull(f"no room for another stream: {why}")
-        oldest = min(self.streams, key=self._last_forward.__getitem__)
-        self._close(oldest, "evicted for another stream")
-        self._record.evicted += 1
+    def _take_text(self, name: str, prompt: str | TextRows) -> int:
+        """A text slot with the prompt's K/V."""
+        check_text(name, prompt, self.transformer.config.text_dim, self.text_len)
+        with torch.no_grad():
+            return self._texts.take(prompt)
 
-    def _add(self, stream: Stream) -> None:
-        self._last_forward[stream] = self._forwards
-        self.streams.append(stream)
-        self._next_id += 1
-        self._record.opened += 1
-        self._record.peak_blocks = max(self._record.peak_blocks, self.used_blocks)
+    def _generator(self, seed: int) -> torch.Generator:
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+            raise ValueError(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1")
+        return torch.Generator(self.transformer.device).manual_seed(seed)
+
+    def _reconcile(self) -> None:
+        """After something that ended half-way: what no stream has is free."""
+        with no_interrupt():
+            ours = [stream.session for stream in self.streams] + self._run.pads
+            for session in [session for session in self.cache.sessions if session not in ours]:
+                session.close()
+            self._texts.keep([slot for stream in self.streams for slot in stream._slots])
+
+    def _add(self, stream: Stream) -> Stream:
+        with no_interrupt():
+            self._last_forward[stream] = self._forwards
+            self.streams.append(stream)
+            self._next_id += 1
+            self._record.opened += 1
+            self._record.peak_blocks = max(self._record.peak_blocks, self.used_blocks)
+            return stream
 
     def _close(self, stream: Stream, why: str) -> None:
         if stream.closed_because is not None:
             return
         if stream._engine is not self:
             raise ValueError(f"stream {stream.id} is another engine's: close it there")
-        stream._settle()
-        stream.session.close()
-        for slot in stream._text:
-            self._texts.give(slot)
-        stream.closed_because, stream._making = why, None
-        self.streams.remove(stream)
-        del self._last_forward[stream]
+        with no_interrupt():
+            stream._settle()
+            stream.session.close()
+            for slot in stream._slots:
+                self._texts.give(slot)
+            stream.closed_because, stream._making = why, None
+            self.streams.remove(stream)
+            del self._last_forward[stream]
 
     def _note(self, event: StreamEvent) -> None:
         self._events.append(event)

@@ -45,7 +45,7 @@ class StreamForward:
         self._max_chunk_frames, self._buckets, self._graphs_wanted = max_chunk_frames, tuple(buckets), graphs
         self._graphs: dict[tuple, CausalGraph] = {}
         # Rows that nobody reads; a pad row's tokens need places of their own.
-        self._pads = [
+        self.pads = [
             cache.open_session(recent_frames=max_chunk_frames, max_chunk_frames=max_chunk_frames)
             for _ in range(max(buckets, default=0))
         ]
@@ -90,7 +90,7 @@ class StreamForward:
         if bucket is None:
             return []
         left, chunks = bucket * self._max_chunk_frames - sum(frames), []
-        for session in self._pads:
+        for session in self.pads:
             if left <= 0:
                 break
             wanted = min(left, self._max_chunk_frames)

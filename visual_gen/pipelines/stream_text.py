@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from visual_gen.models.wan import CausalWanTransformer, PooledText
 from visual_gen.pipelines.text import TextRows
@@ -71,6 +72,11 @@ class TextSlots:
     def share(self, slot: int) -> int:
         self._texts[slot].users += 1
         return slot
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """These, once for each user, are all that is in use."""
+        users = Counter(slots)
+        self._texts = {slot: replace(text, users=users[slot]) for slot, text in self._texts.items() if slot in users}
 
     def give(self, slot: int) -> None:
         text = self._texts[slot]
