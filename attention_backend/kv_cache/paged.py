@@ -14,7 +14,7 @@ from attention_backend.kv_cache import reads, sizes
 from attention_backend.kv_cache.checks import check_backend, check_frame_causal, possible_reads
 from attention_backend.kv_cache.chunk import Chunk
 from attention_backend.kv_cache.errors import KVCacheError
-from attention_backend.kv_cache.geometry import SessionGeometry, check_count
+from attention_backend.kv_cache.geometry import GUARD_ROWS, SessionGeometry, check_count
 from attention_backend.kv_cache.interrupts import uninterrupted
 from attention_backend.kv_cache.pool import BlockPool, BranchStorage
 from attention_backend.kv_cache.reads import PagedBatch, Row
@@ -82,7 +82,8 @@ class PagedKVCache:
         self.block_size, self.max_frames = block_size, max_frames
         self.attention_metadata_state = attention_metadata_state or AttentionMetadataState()
         self.pool = BlockPool(num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype, torch.device(device))
-        self.staging = Staging(self.pool, staging_tokens) if staging_tokens else None
+        largest = None if max_frames is None else max_frames * frame_tokens + action_capacity + GUARD_ROWS
+        self.staging = Staging(self.pool, staging_tokens, largest) if staging_tokens else None
         self.sessions: list[Session] = []
         self._batches: dict[tuple, PagedBatch] = {}  # of open chunks alone
 

@@ -91,13 +91,10 @@ class StreamForward:
             return []
         left, chunks = bucket * self._max_chunk_frames - sum(frames), []
         for session in self.pads:
-            if left <= 0:
-                break
-            wanted = min(left, self._max_chunk_frames)
-            chunk = session.chunk
+            wanted, chunk = min(left, self._max_chunk_frames), session.chunk
             if chunk is not None and chunk.frames != wanted:
                 chunk.abort()
-                chunk = None
-            chunks.append(chunk or session.begin(wanted))
-            left -= wanted
+            if wanted:
+                chunks.append(session.chunk or session.begin(wanted))
+                left -= wanted
         return chunks

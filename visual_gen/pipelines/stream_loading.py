@@ -55,7 +55,7 @@ def engine_cache(
     return PagedKVCache(
         config.num_layers, config.num_attention_heads, config.attention_head_dim, frame_tokens, **sizes,
         block_size=size.block_size, read=settings.read, backend=backend, dtype=transformer.dtype,
-        device=transformer.device, staging_tokens=streams * size.staging_tokens + pads * pad.staging_tokens,
+        device=transformer.device, staging_tokens=(streams * branches + pads) * size.staging_tokens // branches,
         attention_metadata_state=transformer.attention_metadata_state, max_frames=size.geometry.window_frames,
     )  # fmt: skip
 
