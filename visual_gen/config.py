@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CrossKVMode = Literal["padded", "packed", "packed_pad_exact"]
 CROSS_KV_MODES: tuple[CrossKVMode, ...] = get_args(CrossKVMode)
+Recache = Literal["none", "window"]
 CFGMode = Literal["batched", "sequential"]
 CFG_MODES: tuple[CFGMode, ...] = get_args(CFGMode)
 
@@ -183,6 +184,14 @@ class CausalConfig(_Section):
         return self
 
 
+class StreamConfig(_Section):
+    """What `visual-gen stream` makes: so many chunks of each prompt. `recache` is what a prompt switch does to what the
+    model still sees of the chunks before: "none" leaves it, "window" computes it again under the new prompt."""
+
+    chunks: PositiveInt = 20
+    recache: Recache = "none"
+
+
 class OutputConfig(_Section):
     """Where the video goes and how it is compressed. `crf` is x264's: 0 loses nothing, 18 looks the same, 51 is worst.
 
@@ -199,6 +208,7 @@ class RunConfig(_Section):
     """All settings of one run. `device` is "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
 
     With `causal`, the model's weights are those of a causal one, for streams; without it, the model makes whole videos.
+    `stream` is for the command of that name.
     """
 
     model: ModelConfig
@@ -208,6 +218,7 @@ class RunConfig(_Section):
     generation: GenerationConfig = GenerationConfig()
     output: OutputConfig = OutputConfig()
     causal: CausalConfig | None = None
+    stream: StreamConfig | None = None
 
     def torch_dtype(self) -> torch.dtype:
         import torch

@@ -9,7 +9,10 @@ from visual_gen.config import Override, RunConfig, load_config
 
 def config_from_arguments(arguments: argparse.Namespace) -> RunConfig:
     """Raises FileNotFoundError and ConfigError, like `load_config`."""
-    options = {"prompt": "generation.prompt", "seed": "generation.seed", "output": "output.path"}
+    options = {
+        "prompt": "generation.prompt", "seed": "generation.seed", "output": "output.path", "chunks": "stream.chunks",
+        "recache": "stream.recache",
+    }  # fmt: skip
     overrides: list[str | Override] = list(arguments.overrides)
     for option, key in options.items():
         value = getattr(arguments, option, None)

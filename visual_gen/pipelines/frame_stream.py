@@ -140,7 +140,7 @@ class FrameStream:
         return len(self._frames)
 
     def pump(self) -> int:
-        """Decode what the stream has finished, as far as there is room. Chunks decoded."""
+        """Decode what the stream has finished, as far as there is room. How many chunks were decoded and delivered."""
         done = 0
         try:
             while self.error is None and len(self._frames) < self._max_waiting:
@@ -149,13 +149,13 @@ class FrameStream:
                 if not self._latents:
                     break
                 frames = self.decoder.decode(self._latents[0])
-                self._latents.popleft()
-                self.chunks += 1
-                done += 1
+                self._latents.popleft()  # not before: Ctrl-C leaves the decoder as it was, and must leave these too
                 if self._on_frames is None:
                     self._frames.append(frames)
                 else:
                     self._on_frames(frames)
+                self.chunks += 1
+                done += 1
         except Exception as error:  # whatever it is, other streams must go on
             self.error = error
             self._latents.clear()
@@ -171,7 +171,7 @@ class FrameStream:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         """Frames [n, H, W, 3] of chunk after chunk. Where none are there, the engine is stepped, with all its streams.
-        Ends when the stream is closed; raises `error`, after the frames made before it."""
+        Ends when the stream is closed; raises `error`, or the stream's, after the frames made before it."""
         if self._on_frames is not None:
             raise ValueError("frames go to on_frames; a FrameStream without it can be iterated")
         while True:
@@ -179,9 +179,9 @@ class FrameStream:
             while self._frames:
                 yield self._frames.popleft()
                 self.pump()
-            if self.error is not None:
-                raise self.error
-            if self.stream.state in ("closed", "failed"):
+            if error := self.error or self.stream.error:
+                raise error
+            if self.stream.state == "closed":
                 return
             self.engine.step(until="chunk")
 
