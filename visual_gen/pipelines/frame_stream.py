@@ -164,9 +164,10 @@ class FrameStream:
 
     def take(self) -> list[np.ndarray]:
         """uint8 frames [n, H, W, 3] of each chunk that is there, oldest first; empty if there is none."""
-        self.pump()
-        taken = list(self._frames)
-        self._frames.clear()
+        taken = []
+        while self.pump() or self._frames:
+            taken += self._frames
+            self._frames.clear()
         return taken
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -185,14 +186,17 @@ class FrameStream:
                 return
             self.engine.step(until="chunk")
 
-    def fork(self, *, on_frames: OnFrames | None = None, max_waiting: int = 2) -> FrameStream:
-        """Forks the stream, and goes on decoding the fork from here: frames made up to now stay with this one alone.
-        Raises ValueError while chunks wait to be decoded, which both would need."""
+    def fork(
+        self, *, seed: int | None = None, on_frames: OnFrames | None = None, max_waiting: int = 2
+    ) -> FrameStream:
+        """Forks the stream, with noise of another seed if one is given, and decodes the fork from here on: frames made
+        up to now stay with this one alone. Raises ValueError while chunks wait to be decoded, which both would need,
+        and as Stream.fork does."""
         self.pump()
         if self._latents:
             raise ValueError(
                 f"{len(self._frames)} chunks of frames wait to be taken, and more to be decoded: take them first"
             )
         return FrameStream(
-            self.engine, self.stream.fork(), self.decoder.fork(), on_frames=on_frames, max_waiting=max_waiting
+            self.engine, self.stream.fork(seed=seed), self.decoder.fork(), on_frames=on_frames, max_waiting=max_waiting
         )

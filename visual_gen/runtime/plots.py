@@ -88,8 +88,8 @@ def stream_timeline(
 ) -> Markup:
     """Three plots over the seconds of a run: the chunks of each video, the rows of each forward, the cache's blocks.
 
-    videos: (name, seconds at which each chunk was there, chunks that a prompt switch began). forwards: "at_s", "rows",
-    "pad_rows" and "used_blocks" of each.
+    videos: (name, seconds at which each chunk was there, chunks that a prompt switch began). forwards: "at_s",
+    "seconds", "rows", "pad_rows" and "used_blocks" of each, of one at least.
     """
     lanes = len(videos)
     with matplotlib.rc_context(STYLE):
@@ -103,17 +103,18 @@ def stream_timeline(
             chunks.vlines(begun, lane - 0.48, lane + 0.48, color=STAGE_COLORS["write"], linewidth=2.5)
         chunks.set(yticks=range(lanes), yticklabels=[name for name, *_ in videos], ylim=(lanes - 0.4, -0.6))
         _name(chunks, "chunks; a red line is a prompt switch")
-        at = np.asarray(forwards["at_s"])
-        real, pads = np.asarray(forwards["rows"]), np.asarray(forwards["pad_rows"])
+        # Each forward's values hold until the next one; the last one's for as long as it took.
+        at = np.append(forwards["at_s"], forwards["at_s"][-1] + forwards["seconds"][-1])
+        real, pads, used = (np.append(forwards[key], forwards[key][-1]) for key in ("rows", "pad_rows", "used_blocks"))
         rows.fill_between(at, real, step="post", color=STAGE_COLORS["denoise"], linewidth=0)
         rows.fill_between(at, real, real + pads, step="post", color=GRID, linewidth=0)
         _name(rows, "rows of each forward" + (", grey: pads" if pads.any() else ""))
-        blocks.fill_between(at, forwards["used_blocks"], step="post", color=STAGE_COLORS["decode"], linewidth=0)
+        blocks.fill_between(at, used, step="post", color=STAGE_COLORS["decode"], linewidth=0)
         blocks.axhline(num_blocks, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
         _name(blocks, f"blocks in use, of {num_blocks}")
         blocks.set(xlabel="seconds since the first forward", xlim=(0, None))
-        for axes in (rows, blocks):
-            axes.set_ylim(0, None)
+        for axes, top in ((rows, max(real + pads)), (blocks, num_blocks)):
+            axes.set_ylim(0, 1.08 * top)
             axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
         for axes in (chunks, rows, blocks):
             axes.grid(axis="x", color=GRID)

@@ -9,10 +9,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
-from visual_gen.checkpoint import resolve_folder
 from visual_gen.cli import main
 from visual_gen.commands.stream_request import parse_switches
 from visual_gen.config import ConfigError
@@ -24,31 +21,12 @@ CONFIG = Path(__file__).parents[3] / "configs" / "wan_shapes_stream.yaml"
 FRAMES = 5, 8  # of the first chunk, of each later one: 2 latent frames each
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """Random weights of the transformer and the VAE; text encoder, tokenizer and scheduler are the packaged ones."""
-    folder, whole = tmp_path_factory.mktemp("causal"), resolve_folder("wan-shapes")
-    torch.manual_seed(0)
-    WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=128, ffn_dim=64,
-        num_layers=1, rope_max_seq_len=64,
-    ).save_pretrained(folder / "transformer")  # fmt: skip
-    AutoencoderKLWan(
-        base_dim=4, z_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
-    ).save_pretrained(folder / "vae")
-    (folder / "model_index.json").write_text((whole / "model_index.json").read_text())
-    (folder / "recommended.json").write_text('{"label": "random weights", "sizes": [[32, 48]]}')
-    shared = ["text_encoder", "tokenizer", "scheduler"]
-    (folder / "shares.json").write_text(json.dumps(dict.fromkeys(shared, "wan-shapes")))
-    return folder
-
-
 @pytest.fixture
-def stream(folder, tmp_path):
+def stream(random_causal_folder, tmp_path):
     """Runs `visual-gen stream`, 3 chunks of 2 latent frames in 2 steps into tmp_path/out.mp4; the exit code."""
 
     def stream(*arguments: str, config: Path | None = None) -> int:
-        settings = [f"model.path={folder}", "device=cpu", "generation.height=32", "generation.width=32",
+        settings = [f"model.path={random_causal_folder}", "device=cpu", "generation.height=32", "generation.width=32",
                     "generation.max_sequence_length=48", "causal.frames_per_chunk=2", "causal.recent_frames=4",
                     "causal.steps=[1000, 500]", "output.crf=0"]  # fmt: skip
         given = [text for setting in settings for text in ("--set", setting)]
@@ -72,12 +50,12 @@ def report_of(tmp_path: Path) -> dict:
     return json.loads((tmp_path / "out.report.json").read_text())
 
 
-def test_a_stream_is_a_video_and_a_report(stream, folder, tmp_path, capsys, caplog):
+def test_a_stream_is_a_video_and_a_report(stream, random_causal_folder, tmp_path, capsys, caplog):
     assert stream("--prompt", "a red <b>circle</b>", "--seed", "7") == 0
     assert names(tmp_path) == ["out.mp4", "out.report.html", "out.report.json"]
     captured = capsys.readouterr()
     assert captured.out.splitlines() == [str(tmp_path / n) for n in ("out.mp4", "out.report.json", "out.report.html")]
-    assert f"{folder}: random weights" in captured.err and "self attention: sdpa" in captured.err
+    assert f"{random_causal_folder}: random weights" in captured.err and "self attention: sdpa" in captured.err
     size, words = caplog.messages
     assert "height x width 32x32 is none of this checkpoint's sizes" in size
     assert "prompt has words that this model does not know and cannot follow: '<'" in words

@@ -48,9 +48,9 @@ class StubStream:
     def close(self):
         self.state = "closed"
 
-    def fork(self):
+    def fork(self, *, seed):
         other = StubStream(self.last)
-        other.made = self.made
+        other.made, other.seed = self.made, seed
         return other
 
 
@@ -186,8 +186,8 @@ def test_a_fork_goes_on_with_a_decoder_of_its_own():
     stream = StubStream()
     frames = FrameStream(StubEngine(stream), stream, StubDecoder())
     stream.step()
-    fork = frames.fork(max_waiting=1)
-    assert (fork.waiting, frames.waiting) == (0, 1)  # what was made is the first one's
+    fork = frames.fork(seed=7, max_waiting=1)
+    assert (fork.stream.seed, fork.waiting, frames.waiting) == (7, 0, 1)  # what was made is the first one's
     fork.stream.step()
     assert values(fork.take()) == [2]
     assert (fork.decoder.seen, frames.decoder.seen) == ([1.0, 2.0], [1.0])
