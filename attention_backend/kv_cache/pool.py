@@ -162,8 +162,11 @@ class BlockPool:
             if not holders:
                 del self.holders[block]
                 unused.append(block)
-            while len(self.spares.get(block, ())) >= max(len(holders), 1):
-                spare.append(self.spares[block].pop())
+            spares = self.spares.pop(block, [])
+            needed = max(len(holders) - 1, 0)
+            spare += spares[needed:]
+            if spares[:needed]:
+                self.spares[block] = spares[:needed]
         for block in unused:
             self.versions[block] = self._new_version()
         self.rows.zero([(block * self.block_size, self.block_size) for block in unused])

@@ -20,7 +20,7 @@ from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.pipelines.errors import EngineFull, GenerationError
 from visual_gen.pipelines.given_frames import check_given
 from visual_gen.pipelines.stream import Stream
-from visual_gen.pipelines.stream_forward import StreamForward
+from visual_gen.pipelines.stream_forward import StreamForward, even_frames, pad_rows
 from visual_gen.pipelines.stream_loading import engine_cache, load_stream_parts
 from visual_gen.pipelines.stream_record import EngineRecord, ForwardRecord
 from visual_gen.pipelines.stream_snapshot import Snapshot, snapshot_meta
@@ -89,17 +89,19 @@ class StreamEngine:
         self.batch_rows = batch_rows or max_streams * branches
         # One more than the streams' own: a chunk is kept on trust until its check is read.
         self._kept_chunks = rollback_chunks + 1
-        buckets = [self.batch_rows] if deterministic else _buckets(self.batch_rows) if graphs else []
         grid = tuple(size // patch for size, patch in zip(latent_size, patches, strict=True))
+        frames = self.causal.max_chunk_frames
+        buckets = [rows * frames for rows in _buckets(self.batch_rows)] if graphs else []
+        if deterministic:
+            even = even_frames(transformer, grid[0] * grid[1])
+            buckets = [-(-self.batch_rows * frames // even) * even]
         self.cache = engine_cache(
             transformer, self.causal, grid[0] * grid[1], streams=max_streams, branches=branches,
-            rollback_chunks=self._kept_chunks, pads=max(buckets, default=0), memory_bytes=memory_bytes,
+            rollback_chunks=self._kept_chunks, pads=pad_rows(buckets, frames), memory_bytes=memory_bytes,
             one_read=deterministic,
         )  # fmt: skip
         self._texts = TextSlots(transformer, text_slots or 3 * max_streams, text_len, encode)
-        self._run = StreamForward(
-            transformer, self.cache, self._texts, grid, self.causal.max_chunk_frames, buckets=buckets, graphs=graphs
-        )
+        self._run = StreamForward(transformer, self.cache, self._texts, grid, frames, buckets=buckets, graphs=graphs)
         self._room = self.cache.free_blocks
         self.streams: list[Stream] = []
         self._last_forward: dict[Stream, int] = {}  # of each stream, in the engine's count

@@ -5,6 +5,7 @@ Shape letters: R rows, C channels, F latent frames of a chunk, H, W latent heigh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,8 +28,8 @@ class Part:
 
 
 class StreamForward:
-    """buckets: numbers of rows, ascending, that forwards are filled up to, each row counted as max_chunk_frames frames;
-    none: forwards have the rows that they have. graphs: forwards of equal chunks run as CUDA graphs."""
+    """buckets: numbers of frames, ascending, that forwards are filled up to by rows of up to max_chunk_frames; none:
+    forwards have the rows that they have. graphs: forwards of equal chunks run as CUDA graphs."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class StreamForward:
         # Rows that nobody reads; a pad row's tokens need places of their own.
         self.pads = [
             cache.open_session(recent_frames=max_chunk_frames, max_chunk_frames=max_chunk_frames)
-            for _ in range(max(buckets, default=0))
+            for _ in range(pad_rows(buckets, max_chunk_frames))
         ]
 
     def __call__(self, parts: Sequence[Part], *, frame_causal: bool = False) -> tuple[list[torch.Tensor], PagedBatch]:
@@ -86,10 +87,12 @@ class StreamForward:
 
     def _pad_chunks(self, frames: Sequence[int]) -> list[Chunk]:
         """Open chunks that fill the rows up to the next bucket, frames and all."""
-        bucket = next((rows for rows in self._buckets if rows >= len(frames)), None)
+        # A row counts as a whole one, so that streams in short chunks get no bucket of their own.
+        full = len(frames) * self._max_chunk_frames
+        bucket = next((bucket for bucket in self._buckets if bucket >= full), None)
         if bucket is None:
             return []
-        left, chunks = bucket * self._max_chunk_frames - sum(frames), []
+        left, chunks = bucket - sum(frames), []
         for session in self.pads:
             wanted, chunk = min(left, self._max_chunk_frames), session.chunk
             if chunk is not None and chunk.frames != wanted:
@@ -98,3 +101,20 @@ class StreamForward:
                 chunks.append(session.chunk or session.begin(wanted))
                 left -= wanted
         return chunks
+
+
+def pad_rows(buckets: Sequence[int], max_chunk_frames: int) -> int:
+    """The most rows that fill a forward of at least one frame up to one of these numbers of frames."""
+    return -(-(max(buckets) - 1) // max_chunk_frames) if buckets else 0
+
+
+def even_frames(transformer: CausalWanTransformer, frame_tokens: int) -> int:
+    """Of how many frames a forward must be a multiple for a row's bits not to depend on its place.
+
+    On a CPU torch computes elementwise functions by vectors, and what is left of a tensor behind the last pair of
+    vectors, up to 31 numbers, by others that round otherwise.
+    """
+    config = transformer.config
+    if transformer.device.type != "cpu":
+        return 1
+    return 32 // math.gcd(32, config.hidden_size, config.freq_dim // 2, frame_tokens * config.ffn_dim)

@@ -92,8 +92,8 @@ def tiny(model):
         return made
 
     yield SimpleNamespace(
-        model=model, engine=engine, text=text, encode=encode, seeded=seeded, C=C, SIZE=SIZE, S=S, FEW=FEW, CONFIG=CONFIG,
-        TEXT_LEN=TEXT_LEN, by_hand=lambda *args, **options: by_hand(model, *args, **options), take=take, run=run,
+        model=model, engine=engine, text=text, encode=encode, seeded=seeded, C=C, SIZE=SIZE, S=S, take=take, run=run,
+        by_hand=lambda *args, **options: by_hand(model, *args, **options),
     )  # fmt: skip
     for made, free in engines:
         made.close()
@@ -121,8 +121,8 @@ def run(engine, chunks, streams=None):
 
 @pytest.fixture
 def fault(model, monkeypatch):
-    """fault(n, what, layer=None): in the n-th forward from now, `what` is raised (in a layer, if one is named), called,
-    or multiplied with the output; fault.rows limits that to some rows. monkeypatch.undo() heals."""
+    """fault.at(n, what, layer=None, rows=...): in the n-th forward from now, `what` is raised (in a layer, if one is
+    named), or multiplied with some rows of the output; heal() ends it."""
 
     def break_(n, what, layer=None, rows=slice(None)):
         calls = itertools.count(1)
@@ -132,9 +132,7 @@ def fault(model, monkeypatch):
             if now and isinstance(what, BaseException):
                 raise what
             out = inner(*args, **kwargs)
-            if now and callable(what):
-                what()
-            elif now and not isinstance(what, BaseException):
+            if now:
                 out[rows] *= what
             return out
 

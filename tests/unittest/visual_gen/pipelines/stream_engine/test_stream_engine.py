@@ -81,7 +81,12 @@ def test_chunks_come_with_events_in_order_and_their_latents_once(tiny):
 def test_a_check_is_read_when_the_next_forward_has_been_launched(tiny, monkeypatch):
     engine, read = tiny.engine(), []
     failed = Unread.failed
-    monkeypatch.setattr(Unread, "failed", lambda unread: read.append((unread.forward, engine._forwards)) or failed(unread))
+
+    def noting(unread):
+        read.append((unread.forward, engine._forwards))
+        return failed(unread)
+
+    monkeypatch.setattr(Unread, "failed", noting)
     streams = [engine.open("a"), engine.open("b")]
     for _ in range(12):
         engine.step()

@@ -188,7 +188,9 @@ def test_chunks_taken_back_are_not_offered_any_more(tiny):
     assert stream.waiting_chunks == 1 and len(stream.take_latents()) == 1
 
 
-@pytest.mark.parametrize(("read", "deterministic"), [("auto", False), ("auto", True), ("block_table", True), ("staged", True)])
+@pytest.mark.parametrize(
+    ("read", "deterministic"), [("auto", False), ("auto", True), ("block_table", True), ("staged", True)]
+)
 def test_forks_go_on_apart_without_touching_each_other(tiny, read, deterministic):
     options = {"recent_frames": 3, "sink_frames": 1, "rollback_chunks": 1, "read": read, "block_size": 4}
     options |= {"deterministic": deterministic, "max_streams": 4}
