@@ -30,10 +30,7 @@ class StreamVideo:
         self._chunks, self._recache, self._switches = request.stream.chunks, request.stream.recache, request.switches
         self._writer = VideoWriter(request.files[index], generation.fps, crf=request.config.output.crf)
         self._frames = FrameStream(engine, self.stream, engine.vae, on_frames=self._write)
-        first, later = _chunk_pixels(engine, request)
-        last = first + (self._chunks - 1) * later - 1
-        wanted = np.linspace(0, last, request.config.output.report_frames).round().astype(int)
-        self._wanted = set(wanted.tolist()) if request.config.output.report else set()
+        self._pictures = Spread(request.config.output.report_frames)
 
     @property
     def going(self) -> bool:
@@ -67,7 +64,7 @@ class StreamVideo:
         before = time.perf_counter()
         try:
             if self._writer.finish():
-                self.record.file = self._writer.path
+                self.record.file, self.record.pictures = self._writer.path, self._pictures.chosen()
         except Exception as error:  # the disk is full, say: other videos must be finished
             self.record.fault = f"writing {self._writer.path} failed: {error}"
         self.write_seconds += time.perf_counter() - before
@@ -77,13 +74,34 @@ class StreamVideo:
         self.stream.close()
 
     def _write(self, frames: np.ndarray) -> None:
-        before, first = time.perf_counter(), self._writer.frames
+        before = time.perf_counter()
         self._writer.append(frames)
-        self.record.pictures += [frames[i] for i in range(len(frames)) if first + i in self._wanted]
+        self._pictures.add(frames)
         self.write_seconds += time.perf_counter() - before
 
 
-def _chunk_pixels(engine: StreamEngine, request: StreamRequest) -> tuple[int, int]:
-    """Frames of the first chunk and of each later one."""
-    causal, scale = request.config.causal, engine.vae.config.scale_factor_temporal
-    return 1 + scale * ((causal.first_chunk_frames or causal.frames_per_chunk) - 1), scale * causal.frames_per_chunk
+class Spread:
+    """Up to `count` frames, evenly spread over a video whose end nobody knows; of those it holds at most four times as
+    many."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._every, self._seen = count, 1, 0
+        self._held: list[np.ndarray] = []
+        self._last: np.ndarray | None = None
+
+    def add(self, frames: np.ndarray) -> None:
+        for frame in frames:
+            if self._seen % self._every == 0:
+                self._held.append(frame.copy())  # not a view, which would keep the chunk
+            if len(self._held) == 4 * self._count:
+                self._held, self._every = self._held[::2], 2 * self._every
+            self._seen += 1
+        self._last = frames[-1].copy()
+
+    def chosen(self) -> list[np.ndarray]:
+        """From the first frame to the last."""
+        if self._last is None:
+            return []
+        frames = self._held if (self._seen - 1) % self._every == 0 else [*self._held, self._last]
+        wanted = np.linspace(0, len(frames) - 1, self._count).round().astype(int)
+        return [frames[i] for i in dict.fromkeys(wanted.tolist())]

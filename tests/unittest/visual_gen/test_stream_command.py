@@ -12,6 +12,7 @@ import pytest
 
 from visual_gen.cli import main
 from visual_gen.commands.stream_request import parse_switches
+from visual_gen.commands.stream_videos import Spread
 from visual_gen.config import ConfigError
 from visual_gen.pipelines import GenerationError, stream_engine
 from visual_gen.pipelines.frame_stream import FrameDecoder
@@ -257,6 +258,16 @@ def test_streams_that_do_not_fit_are_refused_before_any_weights(stream, monkeypa
     assert names(tmp_path) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_streams_on_a_gpu(stream, tmp_path, dtype):
+    settings = ["--set", "device=cuda", "--set", f"dtype={dtype}"]
+    assert stream("--sessions", "2", "--switch", "1:a blue square", "--recache", "window", *settings) == 0
+    report = report_of(tmp_path)
+    assert report["run"]["device"].startswith("cuda") and report["peak_memory"]["kind"] == "cuda"
+    assert [video["frames"] for video in report["videos"]] == [21, 21]
+
+
 @pytest.mark.parametrize("how", ["signal", "exception"])
 def test_ctrl_c_leaves_a_file_that_plays_and_a_report(stream, tmp_path, monkeypatch, capsys, how):
     step, calls = stream_engine.StreamEngine.step, []
@@ -335,6 +346,21 @@ def test_a_disk_that_fills_up_costs_one_video(stream, tmp_path, monkeypatch, cap
     assert stream("--sessions", "2") == 1
     assert "video 1: chunk 1: [Errno 28] No space left on device" in capsys.readouterr().err
     assert [video["frames"] for video in report_of(tmp_path)["videos"]] == [21, 5]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("length", [1, 5, 13, 100, 1001])
+def test_pictures_are_spread_evenly_whatever_the_length(count, length):
+    spread = Spread(count)
+    frames = np.arange(length).reshape(-1, 1, 1, 1)
+    for chunk in np.array_split(frames, -(-length // 12)):
+        spread.add(chunk)
+        assert len(spread._held) < 4 * count
+    found = [picture.item() for picture in spread.chosen()]
+    assert found[0] == 0 and len(found) == min(count, length)
+    if count > 1:
+        assert found[-1] == length - 1
+        assert np.abs(np.array(found) - np.linspace(0, length - 1, len(found))).max() <= length / (2 * count)
 
 
 def test_pictures_of_the_report_are_spread_over_the_whole(stream, tmp_path, monkeypatch):
