@@ -17,7 +17,7 @@ engine = StreamEngine.from_pretrained(
 )
 waiting, watched = list(enumerate(PROMPTS)), []
 while waiting or watched:
-    while waiting and len(engine.streams) < engine.max_streams:  # one joins as soon as there is room
+    while waiting and len(engine.streams) < engine.options.max_streams:  # one joins as soon as there is room
         index, prompt = waiting.pop(0)
         video = VideoWriter(f"outputs/many-{index}.mp4", fps=16)
         stream = engine.open(f"{prompt} on a navy background", seed=index)

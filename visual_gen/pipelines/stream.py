@@ -120,7 +120,7 @@ class Stream:
 
         recache "window": before that chunk, the window's K/V are computed anew under the new prompt, in one forward in
         which each frame sees those up to itself, and put in place if that succeeds; what came before can then not be
-        rolled back. It takes room for a second window meanwhile. With a chunk open the switch waits for its end, and
+        rolled back. It takes the room of another stream meanwhile. With a chunk open the switch waits for its end, and
         if it fails then, the stream fails as it would in a chunk, with the old prompt. Raises ValueError or
         GenerationError, with nothing changed.
         """
@@ -134,7 +134,7 @@ class Stream:
                 self._drop_switch()
                 self._switch = Switch(slot, prompt if isinstance(prompt, str) else None, recache)
         except BaseException:
-            self._engine._reconcile()
+            self._engine._room.reconcile()
             raise
         if self._making is None:
             self._apply_switch()
@@ -150,14 +150,14 @@ class Stream:
         are now. ValueError, with nothing changed, if so many are not held (the engine's rollback_chunks)."""
         self._check_open()
         self._settle()
-        held = min(self._engine.rollback_chunks, len(self._history) - 1)
+        held = min(self._engine.options.rollback_chunks, len(self._history) - 1)
         if not isinstance(chunks, int) or isinstance(chunks, bool) or not 1 <= chunks <= held:
             raise ValueError(
                 f"chunks is {chunks!r}; of stream {self.id} 1 to {held} can be taken back (the engine's "
-                f"rollback_chunks is {self._engine.rollback_chunks}, a recache ends what can be)"
+                f"rollback_chunks is {self._engine.options.rollback_chunks}, a recache ends what can be)"
                 if held
                 else f"chunks is {chunks!r}, and stream {self.id} has none that can be taken back (the engine's "
-                f"rollback_chunks is {self._engine.rollback_chunks}, a recache ends what can be)"
+                f"rollback_chunks is {self._engine.options.rollback_chunks}, a recache ends what can be)"
             )
         self._recover()
         with no_interrupt():
@@ -195,7 +195,7 @@ class Stream:
 
     @property
     def _ready(self) -> bool:
-        return self.waiting_chunks < self._engine.waiting_chunks
+        return self.waiting_chunks < self._engine.options.waiting_chunks
 
     def _check_open(self) -> None:
         if self.closed_because is not None:
@@ -253,7 +253,7 @@ class Stream:
 
     def _recompute(self, text: tuple[int, ...]) -> None:
         """The window's K/V under another text, from the clean latents."""
-        with self._engine._with_room(self.session.recompute, keep=self) as chunk:
+        with self._engine._room.make(self.session.recompute, keep=self) as chunk:
             latents = self._now.latents(chunk.frame_runs)
             (flow,), _ = self._engine._run([Part(chunk, latents, latents.new_zeros(()), text)], frame_causal=True)
             if not torch.isfinite(flow).all():
@@ -299,12 +299,14 @@ class Stream:
         clean = (*self._still_needed(now.clean, end), (chunk.frame_start, latents))
         after = Committed(now.chunk_index + 1, end, self._generator.get_state(), clean)
         chunk.commit()
-        self._history = (*self._history, after)[-(self._engine._kept_chunks + 1) :]
+        self._history = (*self._history, after)[-(self._engine.options.kept_chunks + 1) :]
         self._unread = Unread(after, latents, finite, done, forward)
         self._making = None
 
     def _still_needed(self, clean: Sequence[tuple[int, torch.Tensor]], frames: int) -> list[tuple[int, torch.Tensor]]:
-        oldest = frames - self.settings.recent_frames - self._engine._kept_chunks * self.settings.max_chunk_frames
+        oldest = (
+            frames - self.settings.recent_frames - self._engine.options.kept_chunks * self.settings.max_chunk_frames
+        )
         return [(at, x) for at, x in clean if at + x.shape[1] > oldest or at < self.settings.sink_frames]
 
     @uninterrupted
@@ -324,7 +326,7 @@ class Stream:
         self._unread = None
         if not failed:
             self._waiting.append((index, unread.latents))
-            self._engine._note(StreamEvent(self, "committed", index))
+            self._engine._scheduler.note(StreamEvent(self, "committed", index))
             return
         self._recover()
         self.session.rollback(1)
@@ -346,7 +348,7 @@ class Stream:
 
     def _fail(self, error: Exception) -> None:
         self.error = error
-        self._engine._note(StreamEvent(self, "failed", self._now.chunk_index, error))
+        self._engine._scheduler.note(StreamEvent(self, "failed", self._now.chunk_index, error))
 
     def _noise(self, frames: int) -> torch.Tensor:
         return self._engine._noise(frames, self._generator)

@@ -22,40 +22,31 @@ from visual_gen.pipelines.components import (
     load_tokenizer,
     load_vae,
 )
+from visual_gen.pipelines.stream_options import EngineOptions
 from visual_gen.pipelines.text import TextRows, encode, tokenize
 from visual_gen.runtime.streams import stream_size
 
 
 def engine_cache(
-    transformer: CausalWanTransformer,
-    settings: CausalConfig,
-    frame_tokens: int,
-    *,
-    streams: int,
-    branches: int,
-    rollback_chunks: int,
-    pads: int,
-    memory_bytes: int | None,
-    one_read: bool,
+    transformer: CausalWanTransformer, settings: CausalConfig, frame_tokens: int, options: EngineOptions, *, pads: int
 ) -> PagedKVCache:
-    """A cache for `streams` streams of these settings, or of memory_bytes, and for `pads` rows that fill a batch.
-
-    one_read: settings' read, or the best that the backend has, and no other.
-    """
-    backend, config = transformer.self_attention, transformer.config
-    if one_read and settings.read == "auto":
+    """A cache for the options' streams of these settings, or of their memory_bytes, and for `pads` rows that fill a
+    batch. Deterministic, it has settings' read, or the best that the backend has, and no other."""
+    backend, config, branches = transformer.self_attention, transformer.config, options.branches
+    if options.deterministic and settings.read == "auto":
         reads = {"extent": backend.supports_extent_kv(), "block_table": backend.supports_paged_kv(), "staged": True}
         settings = settings.model_copy(update={"read": next(read for read, able in reads.items() if able)})
-    size = stream_size(settings, frame_tokens, backend, branches=branches, rollback_chunks=rollback_chunks)
+    size = stream_size(settings, frame_tokens, backend, branches=branches, rollback_chunks=options.kept_chunks)
     pad_settings = settings.model_copy(update={"sink_frames": 0, "recent_frames": settings.max_chunk_frames})
     pad = stream_size(pad_settings, frame_tokens, backend)
-    sizes = {"num_blocks": 1 + streams * size.num_blocks + pads * pad.num_blocks}
-    if memory_bytes is not None:
-        sizes = {"memory_bytes": memory_bytes}
+    sizes = {"num_blocks": 1 + options.max_streams * size.num_blocks + pads * pad.num_blocks}
+    if options.memory_bytes is not None:
+        sizes = {"memory_bytes": options.memory_bytes}
     return PagedKVCache(
         config.num_layers, config.num_attention_heads, config.attention_head_dim, frame_tokens, **sizes,
         block_size=size.block_size, read=settings.read, backend=backend, dtype=transformer.dtype,
-        device=transformer.device, staging_tokens=(streams * branches + pads) * size.staging_tokens // branches,
+        device=transformer.device,
+        staging_tokens=(options.max_streams * branches + pads) * size.staging_tokens // branches,
         attention_metadata_state=transformer.attention_metadata_state, max_frames=size.geometry.window_frames,
     )  # fmt: skip
 

@@ -78,11 +78,12 @@ class TextSlots:
         users = Counter(slots)
         self._texts = {slot: replace(text, users=users[slot]) for slot, text in self._texts.items() if slot in users}
 
-    def give(self, slot: int) -> None:
-        text = self._texts[slot]
-        text.users -= 1
-        if not text.users:
-            del self._texts[slot]
+    def give(self, *slots: int) -> None:
+        for slot in slots:
+            text = self._texts[slot]
+            text.users -= 1
+            if not text.users:
+                del self._texts[slot]
 
 
 def check_text(name: str, prompt: str | TextRows, text_dim: int, text_len: int) -> None:

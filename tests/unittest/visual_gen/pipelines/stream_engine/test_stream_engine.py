@@ -83,7 +83,7 @@ def test_a_check_is_read_when_the_next_forward_has_been_launched(tiny, monkeypat
     failed = Unread.failed
 
     def noting(unread):
-        read.append((unread.forward, engine._forwards))
+        read.append((unread.forward, engine._scheduler.forwards))
         return failed(unread)
 
     monkeypatch.setattr(Unread, "failed", noting)
@@ -226,7 +226,7 @@ def test_engines_that_cannot_be(tiny, options, says):
     [
         ({"seed": -1}, "seed is -1"),
         ({"guidance_scale": -1}, "guidance_scale is -1"),
-        ({"guidance_scale": 2.0}, "2 branches and a forward batch_rows 1"),
+        ({"guidance_scale": 2.0}, "2 branches and a forward 1 rows: raise batch_rows"),
         ({"recent_frames": 1}, "recent_frames of at least 2"),
         ({"sink_frames": 1}, "a window of 7 frames in a cache for at most max_frames 6"),
         ({"steps": [1000, 0]}, "greater than 0"),

@@ -160,7 +160,7 @@ class Life:
 
     def rollback(self):
         stream = self.any()
-        if stream is not None and (held := min(self.engine.rollback_chunks, len(stream._history) - 1)):
+        if stream is not None and (held := min(self.engine.options.rollback_chunks, len(stream._history) - 1)):
             stream.rollback(self.random.randint(1, held))
 
     def fork(self):
@@ -197,7 +197,7 @@ class Life:
 
     def stop(self):
         """A client that does not take: nothing is done for its stream."""
-        if (stream := self.any()) is not None and self.engine.waiting_chunks == 2:
+        if (stream := self.any()) is not None and self.engine.options.waiting_chunks == 2:
             for _ in range(3):
                 self.engine.step([stream], until="chunk")
             assert stream.waiting_chunks <= 2
