@@ -66,6 +66,8 @@ class Stream:
         self._making: Making | None = None
         self._unread: Unread | None = None
         self._switch: Switch | None = None
+        self._extra: torch.Tensor | None = None
+        self.extra_output: torch.Tensor | None = None
         self._waiting: deque[tuple[int, torch.Tensor]] = deque()  # (chunk index, latents) not taken yet
 
     @property
@@ -113,6 +115,22 @@ class Stream:
             )
         self.settings = self.settings if steps is None else stream_settings(self.settings, steps=steps)
         self.guidance_scale = scale
+
+    def set_extra(self, tokens: torch.Tensor | None) -> None:
+        """Tokens such as actions, embedded, [a, hidden size], for the denoising forwards from the next on; None: none.
+
+        Frames see them and they see what frames see; they are not kept, and a committing forward is without them.
+        extra_output has what came out for them in the last forward, [branches, a, hidden size], in front of an output
+        projection of their own. ValueError, with nothing changed, on more than the engine's action_capacity.
+        """
+        self._check_open()
+        width, most = self._engine.transformer.config.hidden_size, self._engine.options.action_capacity
+        if tokens is not None and (tokens.ndim != 2 or tokens.shape[1] != width or not 1 <= len(tokens) <= most):
+            raise ValueError(
+                f"tokens have shape {tuple(tokens.shape)}; expected 1 to {most} (the engine's action_capacity) by "
+                f"{width}"
+            )
+        self._extra = None if tokens is None else tokens.to(self._engine.transformer.device, copy=True)
 
     @torch.no_grad()
     def switch_prompt(self, prompt: str | TextRows, *, recache: str = "none") -> None:
@@ -255,7 +273,7 @@ class Stream:
         """The window's K/V under another text, from the clean latents."""
         with self._engine._room.make(self.session.recompute, keep=self) as chunk:
             latents = self._now.latents(chunk.frame_runs)
-            (flow,), _ = self._engine._run([Part(chunk, latents, latents.new_zeros(()), text)], frame_causal=True)
+            (flow,), *_ = self._engine._run([Part(chunk, latents, latents.new_zeros(()), text)], frame_causal=True)
             if not torch.isfinite(flow).all():
                 raise GenerationError(
                     f"the window of stream {self.id} under the new prompt has NaN or infinity", step=0
@@ -271,7 +289,7 @@ class Stream:
         for start, frames in given_chunks(self.settings, latents.shape[1]):
             given = latents[:, start : start + frames].clone()
             with self.session.begin(frames) as chunk:
-                (flow,), _ = self._engine._run([Part(chunk, given, timestep, self._text)], frame_causal=True)
+                (flow,), *_ = self._engine._run([Part(chunk, given, timestep, self._text)], frame_causal=True)
                 if not torch.isfinite(flow).all():
                     raise GenerationError(f"given frames from {start} on gave NaN or infinity", step=0)
                 chunk.commit()
@@ -280,11 +298,12 @@ class Stream:
 
     def _part(self) -> Part:
         making = self._making
-        return Part(making.chunk, making.latents, making.timesteps[making.step], self._text)
+        extra = None if making.commits else self._extra
+        return Part(making.chunk, making.latents, making.timesteps[making.step], self._text, extra)
 
-    def _denoise(self, flows: torch.Tensor) -> None:
+    def _denoise(self, flows: torch.Tensor, extra: torch.Tensor | None) -> None:
         """flows [branches, C, F, H, W] of a denoising forward: the chunk is one step further."""
-        making = self._making
+        making, self.extra_output = self._making, extra
         flow = flows[0].float() if len(flows) == 1 else guided(*flows, making.guidance_scale)
         x = making.latents - making.sigmas[making.step] * flow
         if making.step + 1 < len(making.sigmas):

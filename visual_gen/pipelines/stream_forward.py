@@ -19,12 +19,14 @@ from visual_gen.pipelines.stream_text import TextSlots
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One stream's share: its open chunk, latents [C, F, H, W] at a 0-dimensional timestep, and each branch's text."""
+    """One stream's share: its open chunk, latents [C, F, H, W] at a 0-dimensional timestep, each branch's text, and
+    tokens that this forward alone sees, embedded, [a, hidden size]."""
 
     chunk: Chunk
     latents: torch.Tensor
     timestep: torch.Tensor
     text: tuple[int, ...]
+    extra: torch.Tensor | None = None
 
 
 class StreamForward:
@@ -51,11 +53,17 @@ class StreamForward:
             for _ in range(pad_rows(buckets, max_chunk_frames))
         ]
 
-    def __call__(self, parts: Sequence[Part], *, frame_causal: bool = False) -> tuple[list[torch.Tensor], PagedBatch]:
-        """The flow of each part, [branches, C, F, H, W], and the batch that it was made with."""
+    def __call__(
+        self, parts: Sequence[Part], *, frame_causal: bool = False
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None], PagedBatch]:
+        """The flow of each part, [branches, C, F, H, W], what came out for its extra tokens, [branches, a, hidden
+        size], and the batch that they were made with."""
         frames = [part.latents.shape[1] for part in parts for _ in part.text]
         pads = [] if frame_causal else self._pad_chunks(frames)
-        batch = self._cache.batch([*(part.chunk for part in parts), *pads], frame_causal=frame_causal)
+        counts = [0 if part.extra is None else len(part.extra) for part in parts] + [0] * len(pads)
+        chunks = [*(part.chunk for part in parts), *pads]
+        batch = self._cache.batch(chunks, extra_tokens=counts, frame_causal=frame_causal)
+        extra = [part.extra for part in parts for _ in part.text] + [None] * len(pads) if any(counts) else None
         text = [slot for part in parts for slot in part.text]
         text += text[:1] * len(pads)
         first = parts[0]
@@ -65,19 +73,21 @@ class StreamForward:
         timesteps = torch.stack(
             [part.timestep for part in parts for _ in part.text] + [torch.zeros_like(first.timestep)] * len(pads)
         )
-        inputs = self._transformer.prepare(batch, self._texts.rows(text), self._grid)
+        inputs = self._transformer.prepare(batch, self._texts.rows(text), self._grid, extra)
         if len({row.shape for row in rows}) == 1:
             rows = torch.stack(rows)
-            run = self._graph(rows, timesteps, inputs) if self._graphs_wanted and not frame_causal else None
+            graphed = self._graphs_wanted and not frame_causal and extra is None
+            run = self._graph(rows, timesteps, inputs) if graphed else None
             flows = (run or self._transformer.run)(rows, timesteps, inputs)
         else:
             flows = self._transformer.run(rows, timesteps, inputs)
-        out, row = [], 0
+        out, outputs, row = [], [], 0
         for part in parts:
-            some = flows[row : row + len(part.text)]
-            out.append(some if isinstance(some, torch.Tensor) else torch.stack(some))
-            row += len(part.text)
-        return out, batch
+            ours = slice(row, row + len(part.text))
+            out.append(flows[ours] if isinstance(flows, torch.Tensor) else torch.stack(flows[ours]))
+            outputs.append(None if part.extra is None else torch.stack(inputs.extra.outputs[ours]))
+            row = ours.stop
+        return out, outputs, batch
 
     def _graph(self, rows: torch.Tensor, timesteps: torch.Tensor, inputs) -> CausalGraph:
         key = (tuple(rows.shape), inputs.signature())

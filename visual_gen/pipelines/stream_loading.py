@@ -36,7 +36,10 @@ def engine_cache(
     if options.deterministic and settings.read == "auto":
         reads = {"extent": backend.supports_extent_kv(), "block_table": backend.supports_paged_kv(), "staged": True}
         settings = settings.model_copy(update={"read": next(read for read, able in reads.items() if able)})
-    size = stream_size(settings, frame_tokens, backend, branches=branches, rollback_chunks=options.kept_chunks)
+    size = stream_size(
+        settings, frame_tokens, backend, branches=branches, rollback_chunks=options.kept_chunks,
+        action_capacity=options.action_capacity,
+    )  # fmt: skip
     pad_settings = settings.model_copy(update={"sink_frames": 0, "recent_frames": settings.max_chunk_frames})
     pad = stream_size(pad_settings, frame_tokens, backend)
     sizes = {"num_blocks": 1 + options.max_streams * size.num_blocks + pads * pad.num_blocks}
@@ -45,7 +48,7 @@ def engine_cache(
     return PagedKVCache(
         config.num_layers, config.num_attention_heads, config.attention_head_dim, frame_tokens, **sizes,
         block_size=size.block_size, read=settings.read, backend=backend, dtype=transformer.dtype,
-        device=transformer.device,
+        device=transformer.device, action_capacity=options.action_capacity,
         staging_tokens=(options.max_streams * branches + pads) * size.staging_tokens // branches,
         attention_metadata_state=transformer.attention_metadata_state, max_frames=size.geometry.window_frames,
     )  # fmt: skip

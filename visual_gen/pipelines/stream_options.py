@@ -22,8 +22,11 @@ class EngineOptions:
     waiting_chunks: a stream with so many chunks not taken is not stepped. text_len: tokens of a text; text_slots: how
     many texts there is room for (None: three for each stream).
 
+    action_capacity: the most forward-only tokens of a stream (Stream.set_extra).
+
     deterministic: every forward has as many frames, filled up by pads where it must, and the same read, so that a
-    stream's bits do not depend on who is there. graphs: forwards run as CUDA graphs, filled up to a few sizes.
+    stream's bits do not depend on who is there; it has no action_capacity. graphs: forwards run as CUDA graphs, filled
+    up to a few sizes, but those with forward-only tokens.
     ValueError on what cannot be.
     """
 
@@ -36,6 +39,7 @@ class EngineOptions:
     waiting_chunks: int = 4
     text_len: int = 512
     text_slots: int | None = None
+    action_capacity: int = 0
     deterministic: bool = False
     graphs: bool = False
 
@@ -45,12 +49,19 @@ class EngineOptions:
         check_guidance(self.guidance_scale)
         for name, least in (
             ("max_streams", 1), ("text_len", 1), ("waiting_chunks", 1), ("rollback_chunks", 0), ("batch_rows", 1),
+            ("action_capacity", 0),
             ("text_slots", 1), ("memory_bytes", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             optional = name in ("batch_rows", "text_slots", "memory_bytes") and value is None
             if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+
+        if self.deterministic and self.action_capacity:
+            raise ValueError(
+                f"action_capacity is {self.action_capacity} in a deterministic engine, whose forwards all have as many "
+                "tokens: leave one of them out"
+            )
 
     @property
     def branches(self) -> int:

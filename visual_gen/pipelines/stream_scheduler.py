@@ -86,17 +86,17 @@ class StreamScheduler:
 
     def _launch(self, group: list[Stream], start: float) -> None:
         self.forwards += 1
-        flows, batch = self._run([stream._part() for stream in group])
+        flows, outputs, batch = self._run([stream._part() for stream in group])
         committing = [stream for stream in group if stream._making.commits]
         finite, done = _checks([flow for stream, flow in zip(group, flows, strict=True) if stream in committing])
         flags = dict(zip(committing, finite, strict=True))
-        for stream, flow in zip(group, flows, strict=True):
+        for stream, flow, output in zip(group, flows, outputs, strict=True):
             self._room.last_forward[stream] = self.forwards
             if stream in flags:
                 stream._commit(flags[stream], done, self.forwards)
             else:
                 index = stream._now.chunk_index
-                stream._denoise(flow)
+                stream._denoise(flow, output)
                 self.note(StreamEvent(stream, "denoised", index))
         rows, now = sum(len(stream._text) for stream in group), time.perf_counter()
         self._record.add(

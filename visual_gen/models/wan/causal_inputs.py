@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from attention_backend.kv_cache import KVBatch, PagedBatch
+from visual_gen.models.wan.extra_tokens import ExtraTokens
 from visual_gen.modules.attention import CrossKV
 
 
@@ -22,8 +23,9 @@ class CausalInputs:
     CausalWanTransformer.prepare."""
 
     kv: KVBatch
-    rotary: torch.Tensor  # complex64 [N, S, 1, D / 2], of absolute frames
+    rotary: torch.Tensor  # complex64 [N, S, 1, D / 2], of absolute frames; with extra, of all tokens [1, T, 1, D / 2]
     text: tuple[CrossKV, ...]  # one for each layer, over the same pool rows; their metadata is one object
+    extra: ExtraTokens | None = None
 
     def signature(self) -> tuple:
         """What a graph is keyed on: shapes, bounds and the read path, never lengths, places or positions."""
@@ -33,6 +35,8 @@ class CausalInputs:
         """A copy with tensors of its own at fixed addresses, for a graph; copy_into refreshes them."""
         if not isinstance(self.kv, PagedBatch):
             raise ValueError("the batch is not a paged cache's, which alone gives a graph tensors of its own")
+        if self.extra is not None:
+            raise ValueError("a graph has no places for extra tokens: run these chunks without one")
         metadata = self.text[0].metadata
         copies = {name: getattr(metadata, name).clone() for name in ("starts_kv", "seqused_kv")}
         # What the host knows of lengths and places is of these rows alone.

@@ -230,3 +230,31 @@ def test_steering_that_cannot_be_is_refused_and_changes_nothing(tiny):
     assert stream.prompt == "a red circle" and engine._texts.used == 1
     stream.switch_prompt("a red circle", recache="window")
     assert tiny.run(engine, 1)[0].shape[2] == 2
+
+
+def test_forward_only_tokens_steer_their_own_stream_and_only_while_they_are_there(tiny):
+    options = {"recent_frames": 3, "action_capacity": 3, "guidance_scale": 2.0}
+    plain = tiny.engine(**options)
+    plain.open("a", seed=1, guidance_scale=1.0), plain.open("b", seed=2)
+    expected = tiny.run(plain, 3)
+    engine = tiny.engine(**options)
+    a, b = engine.open("a", seed=1, guidance_scale=1.0), engine.open("b", seed=2)
+    first = tiny.run(engine, 1)
+    before = b.fork()
+    tokens = torch.randn(3, 24, generator=tiny.seeded(3))
+    b.set_extra(tokens)
+    engine.step([a, b])
+    assert a.extra_output is None and b.extra_output.shape == (2, 3, 24)
+    b.set_extra(tokens[:1])  # another number in the next forward
+    second = tiny.run(engine, 2, [a, b])
+    assert b.extra_output.shape == (2, 1, 24)
+    b.set_extra(None)
+    torch.testing.assert_close(torch.cat([first[0], second[0]], dim=2), expected[0][:, :, :4], **CLOSE)
+    assert (second[1] - expected[1][:, :, 2:4]).abs().amax() > 1e-3
+    (as_if_none,) = tiny.run(engine, 3, [before])
+    torch.testing.assert_close(as_if_none, expected[1][:, :, 2:], **CLOSE)
+    for wrong in (tokens[:0], torch.zeros(4, 24), torch.zeros(2, 25), torch.zeros(24)):
+        with pytest.raises(ValueError, match=r"expected 1 to 3 \(the engine's action_capacity\) by 24"):
+            b.set_extra(wrong)
+    with pytest.raises(ValueError, match="action_capacity is 1 in a deterministic engine"):
+        tiny.engine(deterministic=True, action_capacity=1)
