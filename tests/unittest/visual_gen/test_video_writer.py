@@ -19,12 +19,13 @@ def decoded(path) -> np.ndarray:
 
 def test_frames_in_parts_make_the_file_that_they_make_at_once(tmp_path):
     clip = frames(11)
-    write_video(tmp_path / "whole.mp4", clip, 12.5, crf=20)
-    with VideoWriter(tmp_path / "parts.mp4", 12.5, crf=20) as writer:
+    write_video(tmp_path / "whole.mp4", clip, 12.5, crf=0)
+    with VideoWriter(tmp_path / "parts.mp4", 12.5, crf=0) as writer:
         for part in np.split(clip, [1, 5, 6]):
             writer.append(part)
         assert writer.frames == 11
-    assert (tmp_path / "parts.mp4").read_bytes() == (tmp_path / "whole.mp4").read_bytes()
+    # Pixels, not bytes: x264 may choose otherwise with the same frames at other addresses.
+    np.testing.assert_array_equal(decoded(tmp_path / "parts.mp4"), decoded(tmp_path / "whole.mp4"))
     with av.open(str(tmp_path / "parts.mp4")) as container:
         assert container.streams.video[0].average_rate == 12.5
 
