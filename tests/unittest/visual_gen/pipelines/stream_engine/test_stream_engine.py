@@ -6,6 +6,7 @@ import torch
 from attention_backend.kv_cache import KVCacheError
 from visual_gen.pipelines.errors import EngineFull
 from visual_gen.pipelines.rollout import rollout_latents
+from visual_gen.pipelines.stream_engine import StreamEngine
 from visual_gen.pipelines.stream_state import Unread
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -271,3 +272,19 @@ def test_equal_prompts_share_their_keys_and_values(tiny):
     a.close()
     assert engine._texts.used == 2
     assert engine.open("green").state == b.state == "idle"
+
+
+def test_an_engine_of_a_folder_has_its_encoder_and_its_vae(random_causal_folder):
+    options = {"height": 32, "width": 32, "max_sequence_length": 48, "max_streams": 1, "guidance_scale": 2.0}
+    engine = StreamEngine.from_pretrained(
+        random_causal_folder, causal={"frames_per_chunk": 1, "steps": [1000]}, **options
+    )
+    stream = engine.open("a red circle", seed=1)
+    engine.step(until="chunk")
+    (latents,) = stream.take_latents()
+    assert latents.isfinite().all() and latents.shape[:3] == (1, engine.vae.config.z_dim, 1)
+    assert latents.shape[3:] == engine.latent_size
+    engine.close()
+    for wrong, says in (({"max_streams": 0}, "max_streams is 0"), ({"height": 33}, "height is 33")):
+        with pytest.raises(ValueError, match=says):
+            StreamEngine.from_pretrained(random_causal_folder, **(options | wrong))
