@@ -80,7 +80,9 @@ class CausalWanTransformer(WanTransformer):
         )
 
     def _needs(self, role: str) -> frozenset[str]:
-        return frozenset({"extent_kv"}) if role == "cross_text" else frozenset()
+        # A backend that is named for self-attention may do without extents: the cache then reads by copies.
+        extents = role == "cross_text" or self.attention.self == "auto"
+        return frozenset({"extent_kv"}) if extents else frozenset()
 
     def forward(
         self,
