@@ -21,7 +21,6 @@ BOUNCES = {None: (1.6, 2.2), "slow": (1.2, 1.5), "quick": (2.4, 2.8)}
 GROWTH = {None: (1.9, 2.5), "slow": (1.5, 1.7), "quick": (2.7, 3.2)}
 TURN = {None: (1.5, 2.4), "slow": (0.9, 1.2), "quick": (2.8, 3.8)}
 COLOUR_JITTER = 0.015
-PLAIN_MOTIONS = (*DIRECTIONS, "still", "bouncing")
 
 
 @dataclass(frozen=True)
@@ -131,20 +130,6 @@ def random_clip(
     background = DEFAULT_BACKGROUND if rng.random() < 0.2 else rng.choice(names)
     rgb = _jittered(rng, BACKGROUNDS[background])
     return Clip(tuple(shapes), background, rgb, num_frames, height, width)
-
-
-def plain_clip(
-    rng: random.Random, num_frames: int, height: int, width: int,
-    held_out: frozenset[tuple[str, str, str]] = frozenset(),
-) -> Clip:
-    """What the empty prompt stands for: one shape that keeps its outline, on the default background."""
-    while True:
-        colour, shape, motion = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.choice(PLAIN_MOTIONS)
-        if (colour, shape, motion) not in held_out:
-            break
-    moving = place_shape(rng, colour, shape, motion, None, None, num_frames, height, width)
-    rgb = _jittered(rng, BACKGROUNDS[DEFAULT_BACKGROUND])
-    return Clip((moving,), DEFAULT_BACKGROUND, rgb, num_frames, height, width)
 
 
 def clip_for(

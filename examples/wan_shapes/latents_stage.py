@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .captions import caption, make_tokenizer
-from .clips import draw, plain_clip, random_clip
+from .clips import draw, random_clip
 from .combinations import held_out_combinations
 from .run_folder import Deadline, RunFolder
 from .settings import Settings
@@ -21,7 +21,7 @@ from .vae_stage import load_vae
 class LatentsPlan:
     """A set of latents: the name of its state, how many clips, and how often a shape spins in them.
 
-    A share `plain` of the clips has the empty caption alone, and shows what the empty prompt stands for.
+    A share `plain` of the clips has one shape and the empty caption alone.
     """
 
     name: str
@@ -65,7 +65,7 @@ def encode_chunk(
     clips = [random_clip(rng, *size, held_out, spinning=plan.spinning)
              for _ in range(settings.clips_per_chunk - num_plain)]
     texts = [caption(rng, clip) for clip in clips for _ in range(settings.captions_per_clip)]
-    clips += [plain_clip(rng, *size, held_out) for _ in range(num_plain)]
+    clips += [random_clip(rng, *size, held_out, two_shapes=0.0, spinning=plan.spinning) for _ in range(num_plain)]
     texts += [""] * (num_plain * settings.captions_per_clip)
     frames = draw(clips, device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):

@@ -54,10 +54,11 @@ class Settings:
     ema_decay: float = 0.999
     empty_captions: float = 0.1
     shorter_clips: float = 0.25  # share of steps with the last 8 frames cut off clips that are not the shortest
-    # A second, shorter round, on what the first learns last: outlines at every angle, and the empty prompt.
+    # A second, shorter round, on what the first learns last: outlines at every angle.
     refine_clips: int = 20480
     refine_spinning: float = 0.6  # share of shapes that spin, besides those that happen to
-    refine_plain: float = 0.2  # share of clips for the empty prompt, which no other clip stands for in this round
+    refine_plain: float = 0.0  # share of clips of one shape for the empty caption
+    refine_empty_captions: float = 0.1  # of the other clips
     refine_steps: int = 2600
     refine_learning_rate: float = 6e-4
     refine_decay_share: float = 0.8
@@ -95,6 +96,7 @@ TOY = Settings(
     tokens_per_step=64,
     transformer_steps=8,
     refine_clips=8,
+    refine_plain=0.25,
     refine_steps=4,
     warmup_steps=2,
 )

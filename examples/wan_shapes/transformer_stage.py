@@ -40,7 +40,7 @@ def first_round(settings: Settings) -> Round:
 
 def refining_round(settings: Settings) -> Round:
     return Round("refine", "transformer", "refine_latents", settings.refine_steps, settings.refine_learning_rate,
-                 settings.warmup_steps, settings.refine_decay_share, 0.0)
+                 settings.warmup_steps, settings.refine_decay_share, settings.refine_empty_captions)
 
 
 def learning_rate_at(plan: Round, step: int) -> float:
