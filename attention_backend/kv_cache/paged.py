@@ -185,8 +185,11 @@ class PagedKVCache:
             raise KVCacheError("a chunk is given twice; a forward has each once")
         rows: list[Row] = []
         for chunk, extra_of_chunk in zip(chunks, extra, strict=True):
-            if chunk.session.cache is not self:
-                raise KVCacheError("a chunk is another cache's; make its batch there")
+            if not isinstance(chunk, Chunk) or chunk.session.cache is not self:
+                raise KVCacheError(
+                    f"{type(chunk).__name__} is no chunk, or another cache's; give a list of what begin() of this "
+                    "cache's sessions returned"
+                )
             chunk._check("batch")
             check_count("extra_tokens", extra_of_chunk, 0)
             if extra_of_chunk > self.action_capacity:
@@ -236,8 +239,8 @@ class PagedKVCache:
         self._batches = {key: batch for key, batch in self._batches.items() if chunk not in batch.chunks}
 
     def _close(self, session: Session) -> None:
-        self.sessions.remove(session)
+        self.pool.close_branches(session.branches)
         for branch in session.branches:
             if self.staging is not None:
                 self.staging.drop(branch)
-            self.pool.close_branch(branch)
+        self.sessions.remove(session)

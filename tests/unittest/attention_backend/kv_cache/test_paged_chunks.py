@@ -307,6 +307,7 @@ def test_batches_that_contradict_themselves_are_refused(harness):
         (lambda: cache.batch([]), "at least one chunk"),
         (lambda: cache.batch([chunk, chunk]), "given twice"),
         (lambda: cache.batch([chunk, foreign]), "another cache's"),
+        (lambda: cache.batch([chunk.session]), "a list of what begin"),
         (lambda: cache.batch([chunk], branches=[2]), "branch 2 of a session with 2"),
         (lambda: cache.batch([chunk], branches=[-1]), "branch -1"),
         (lambda: cache.batch([chunk], branches=[0, 0]), "each once"),
