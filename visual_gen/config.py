@@ -64,7 +64,7 @@ def check_unicode(name: str, text: str) -> None:
 
 
 def _steps(value: object) -> object:
-    if isinstance(value, list | tuple) and value and all(isinstance(x, int | float) for x in value):
+    if isinstance(value, list | tuple) and value and all(type(x) in (int, float) for x in value):
         value = tuple(float(x) for x in value)
         if all(a > b for a, b in zip(value, value[1:], strict=False)):
             return value

@@ -205,19 +205,22 @@ class CausalWanTransformer(WanTransformer):
         return grids
 
     def _check_layers(self, kv: KVBatch) -> None:
-        layer, heads = kv.layer(0), (self.config.num_attention_heads, self.config.attention_head_dim)
-        found = (tuple(layer.k.shape[-2:]), layer.k.dtype, layer.k.device)
-        if found != (heads, self.dtype, self.device):
-            raise ValueError(
-                f"the cache holds heads, head_dim {found[0]} in {found[1]} on {found[2]}; this model has {heads} in "
-                f"{self.dtype} on {self.device}: make the cache from the model's settings"
-            )
+        self._check_form("the cache", kv.layer(0).k, "make the cache from the model's settings")
         kv.layer(self.config.num_layers - 1)
         try:
             kv.layer(self.config.num_layers)
         except KVCacheError:
             return
         raise ValueError(f"the cache has more layers than the {self.config.num_layers} of this model: make its own")
+
+    def _check_form(self, what: str, k: torch.Tensor, way_out: str) -> None:
+        heads = (self.config.num_attention_heads, self.config.attention_head_dim)
+        found = (tuple(k.shape[-2:]), k.dtype, k.device)
+        if found != (heads, self.dtype, self.device):
+            raise ValueError(
+                f"{what} holds heads, head_dim {found[0]} in {found[1]} on {found[2]}; this model has {heads} in "
+                f"{self.dtype} on {self.device}: {way_out}"
+            )
 
     def _bind_caches(self) -> None:
         """Gives each self-attention site what reads a cache through the backend that it has now. Made here, as looking
@@ -236,6 +239,7 @@ class CausalWanTransformer(WanTransformer):
                 f"text_kv has {len(text.pool.keys)} layers in mode {text.pool.cross_kv!r}, this model has "
                 f"{self.config.num_layers} in mode {self.attention.cross_kv!r}: project the text with this model"
             )
+        self._check_form("text_kv", text.pool.keys[0], "project the text with this model")
 
 
 def _frame_timesteps(timestep: torch.Tensor | Sequence[torch.Tensor], frames: list[int], ragged: bool) -> torch.Tensor:
