@@ -23,6 +23,8 @@ from visual_gen.models.wan.transformer import WanTransformer
 from visual_gen.models.wan.weights import load_weights
 from visual_gen.modules.block_causal import BlockMask
 
+CAUSAL_TEXT_NEEDS = frozenset({"extent_kv"})  # of the text's backend: each row reads its prompt where that lies
+
 
 class CausalWanTransformer(WanTransformer):
     """WanTransformer's weights, settings and blocks; self-attention sees a KV cache instead of the whole video.
@@ -80,7 +82,7 @@ class CausalWanTransformer(WanTransformer):
         )
 
     def _needs(self, role: str) -> frozenset[str]:
-        return frozenset({"extent_kv"}) if role == "cross_text" else frozenset()
+        return CAUSAL_TEXT_NEEDS if role == "cross_text" else frozenset()
 
     def forward(
         self,
@@ -227,6 +229,8 @@ class CausalWanTransformer(WanTransformer):
         a backend up is not for a compiled block."""
         for block in self.blocks:
             site = block.self_attn
+            if site.cached is not None and site.cached.backend is site.backend:
+                continue  # as in every forward but the first, and setting a module's attribute is slow
             if self._cached is None or self._cached.backend is not site.backend:
                 self._cached = CachedAttention(site.backend)
             site.cached = self._cached
