@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention_backend import AUTO_ORDER, AttentionBackend, AttentionSpec, backend_classes
+from attention_backend import AUTO_ORDER, AUTO_ORDER_OF_CACHES, AttentionBackend, AttentionSpec, backend_classes
 from visual_gen.config import CROSS_KV_MODES, ConfigError, RunConfig
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanConfig, WanTransformer
@@ -180,10 +180,10 @@ def _stream(
 
 
 def _backend_class(config: RunConfig) -> type[AttentionBackend]:
-    """The backend that self-attention names; for "auto" the first that takes the dtype, whatever is installed here."""
+    """The backend that self-attention to a cache names; for "auto" the first that takes the dtype, installed or not."""
     classes, name = backend_classes(), config.attention.self
     if name == "auto":
-        name = "sdpa" if config.dtype == "float32" else AUTO_ORDER[0]
+        name = "sdpa" if config.dtype == "float32" else AUTO_ORDER_OF_CACHES[0]
     if name not in classes:
         raise ConfigError(f"attention.self = {name!r}: no such backend; there are {', '.join(classes)}")
     return classes[name]

@@ -18,7 +18,7 @@ from attention_backend import (
 from attention_backend.kv_cache import CachedAttention, PagedKVCache
 from visual_gen.config import CausalConfig, ConfigError, RunConfig
 from visual_gen.models.wan import WanConfig
-from visual_gen.models.wan.causal import CAUSAL_TEXT_NEEDS
+from visual_gen.models.wan.causal import causal_needs
 from visual_gen.modules.attention import Attention
 from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV
 from visual_gen.runtime.costs import image_tokens
@@ -99,9 +99,10 @@ def _roles(wan: WanConfig) -> list[str]:
 
 
 def _backend(config: RunConfig, wan: WanConfig, role: str, device: torch.device) -> AttentionBackend:
-    needs = frozenset()
-    if role == "cross_text":
-        needs = CROSS_KV_NEEDS[config.attention.cross_kv] if config.causal is None else CAUSAL_TEXT_NEEDS
+    if config.causal is not None:
+        needs = causal_needs(role, config.attention)
+    else:
+        needs = CROSS_KV_NEEDS[config.attention.cross_kv] if role == "cross_text" else frozenset()
     heads = (wan.num_attention_heads, wan.attention_head_dim)
     return select_backend(
         getattr(config.attention, role), AttentionSpec(role, *heads, config.torch_dtype(), device, needs=needs)

@@ -23,7 +23,13 @@ from visual_gen.models.wan.transformer import WanTransformer
 from visual_gen.models.wan.weights import load_weights
 from visual_gen.modules.block_causal import BlockMask
 
-CAUSAL_TEXT_NEEDS = frozenset({"extent_kv"})  # of the text's backend: each row reads its prompt where that lies
+
+def causal_needs(role: str, attention: AttentionConfig) -> frozenset[str]:
+    """What a causal model asks of a role's backend."""
+    # Each row reads its prompt where that lies. A backend that is named for self-attention may do without extents: the
+    # cache then reads by copies.
+    extents = role == "cross_text" or attention.self == "auto"
+    return frozenset({"extent_kv"}) if extents else frozenset()
 
 
 class CausalWanTransformer(WanTransformer):
@@ -82,7 +88,7 @@ class CausalWanTransformer(WanTransformer):
         )
 
     def _needs(self, role: str) -> frozenset[str]:
-        return CAUSAL_TEXT_NEEDS if role == "cross_text" else frozenset()
+        return causal_needs(role, self.attention)
 
     def forward(
         self,
