@@ -99,14 +99,16 @@ class PagedKVCache:
         recent_frames: int | None,
         capacity_frames: int | None = None,
         branches: int = 1,
-        max_chunk_frames: int,
+        max_chunk_frames: int | None = None,
         rollback_chunks: int = 0,
     ) -> Session:
         """A session with all the blocks that it will ever need, so that nothing fails for want of them later.
 
         Visible are its first sink_frames frames and the last recent_frames, the chunk being computed counted in; with
-        recent_frames None all, up to capacity_frames. branches: of classifier-free guidance. KVCacheError on
-        contradictions; OutOfBlocks if too few blocks are free: sessions are never taken from their owners.
+        recent_frames None all, up to capacity_frames. branches: of classifier-free guidance. max_chunk_frames: of any
+        chunk, as that many frames can be set aside; None: recent_frames, which takes memory for as many again.
+        KVCacheError on contradictions; OutOfBlocks if too few blocks are free: sessions are never taken from their
+        owners.
         """
         geometry = self._geometry(
             sink_frames=sink_frames,

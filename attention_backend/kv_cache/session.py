@@ -63,7 +63,7 @@ class Session:
         self._open = Chunk(self, _Record(self._frames, frames, self._serial % geometry.journal_slots))
         return self._open
 
-    def rollback(self, chunks: int) -> None:
+    def rollback(self, chunks: int = 1) -> None:
         """Takes back the last `chunks` commits: window and lengths are as they were before them.
 
         KVCacheError, before anything is written, with a chunk open or beyond what rollback_chunks keeps.

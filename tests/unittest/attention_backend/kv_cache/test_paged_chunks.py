@@ -298,6 +298,23 @@ def test_uses_out_of_order_are_refused(harness):
         pass
 
 
+@pytest.mark.parametrize(
+    "options", [{"recent_frames": 2, "sink_frames": 1}, {"recent_frames": None, "capacity_frames": 2}]
+)
+def test_without_a_limit_a_chunk_may_fill_the_window(harness, read, options):
+    cache = harness.cache(read=read)
+    assert cache.sessions_that_fit(**options) > 0
+    stream = harness.open(cache, max_chunk_frames=None, rollback_chunks=1, **options)
+    harness.step(cache, [stream], 2)
+    if options["recent_frames"]:
+        harness.step(cache, [stream], 2)
+    with pytest.raises(KVCacheError, match="a chunk of 3 frames, and the session was opened for at most 2"):
+        stream.session.begin(3)
+    stream.session.rollback()
+    del stream.frames[-2:]
+    harness.step(cache, [stream], 2)
+
+
 def test_batches_that_contradict_themselves_are_refused(harness):
     cache, other = harness.cache(), harness.cache()
     chunk = harness.open(cache, recent_frames=2, branches=2).session.begin(1)
