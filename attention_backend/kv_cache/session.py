@@ -189,7 +189,7 @@ class Chunk:
         session._frames += self.frames
         session._serial += 1
         session._records.append(self._record)
-        del session._records[: len(session._records) - geometry.rollback_chunks]
+        del session._records[: max(len(session._records) - geometry.rollback_chunks, 0)]
         session._end(self)
 
     def abort(self) -> None:

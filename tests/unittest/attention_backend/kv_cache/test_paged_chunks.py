@@ -117,6 +117,21 @@ def test_rollback_brings_back_windows_and_lengths(harness, read, recent, chunks)
     harness.step(cache, [stream], 2)
 
 
+@pytest.mark.parametrize("commits", [1, 2, 3, 4, 5, 6, 9])
+def test_as_many_chunks_can_be_taken_back_as_were_asked_for(harness, commits):
+    cache = harness.cache(num_blocks=200)
+    stream = harness.open(cache, sink_frames=1, recent_frames=2, rollback_chunks=5)
+    windows = []
+    for _ in range(commits):
+        windows.append(harness.window(stream))
+        harness.step(cache, [stream], denoise=0)
+    kept = min(commits, 5)
+    with pytest.raises(KVCacheError, match=f"{kept + 1} chunks to take back, and {kept} are kept"):
+        stream.session.rollback(kept + 1)
+    stream.session.rollback(kept)
+    assert stream.session.frames == commits - kept and harness.same(windows[-kept], harness.window(stream))
+
+
 def test_what_is_set_aside_after_a_rollback_leaves_what_older_chunks_need(harness, read):
     cache = harness.cache(read=read)
     stream = harness.open(cache, recent_frames=2, rollback_chunks=2)
