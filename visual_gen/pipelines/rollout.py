@@ -6,6 +6,7 @@ Shape letters: C channels, F latent frames, H, W latent height and width.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -50,6 +51,8 @@ def rollout(
     committed.
     """
     settings = settings or CausalConfig()
+    if not isinstance(guidance_scale, int | float) or not math.isfinite(guidance_scale):
+        raise ValueError(f"guidance_scale is {guidance_scale!r}; it must be a finite number")
     guide = negative is not None and guidance_scale > 1
     for name, rows in (("text", text), ("negative", negative)):
         if rows is not None and len(rows.lens) != 1:
@@ -62,6 +65,8 @@ def rollout(
     if num_chunks is not None and (not isinstance(num_chunks, int) or isinstance(num_chunks, bool) or num_chunks < 1):
         raise ValueError(f"num_chunks is {num_chunks!r}; it must be an integer of at least 1, or None for no end")
     config = transformer.config
+    if len(latent_size) != 2 or not all(isinstance(size, int) for size in latent_size):
+        raise ValueError(f"latent_size is {latent_size}; it must be (H, W), two integers")
     shape = (config.out_channels, *latent_size)
     first = _check_first(first_latents, shape)
     if any(size % patch or size < patch for size, patch in zip(latent_size, config.patch_size[1:], strict=True)):
