@@ -74,9 +74,10 @@ def _steps(value: object) -> object:
 
 
 def _files(value: object) -> object:
-    names = [value] if isinstance(value, str) else value
-    if value is None or (isinstance(names, list | tuple) and names and all(isinstance(x, str) and x for x in names)):
-        return tuple(value) if isinstance(value, list) else value
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) and name for name in value):
+        return value[0] if len(value) == 1 else tuple(value)
     raise ValueError("the name of a file, or a list of them, one for each prompt")
 
 

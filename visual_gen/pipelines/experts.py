@@ -76,12 +76,13 @@ class Experts:
         whole in one place at any time: an exchange that was interrupted is finished by the next."""
         self._on_device = None
         coming, going = self.transformers[index], self.transformers[1 - index]
-        for new, old in zip(coming.parameters(), going.parameters(), strict=True):
-            room = new.data
-            if room.device == HOST:
-                new.data = room.to(self._device)
-            if old.data.device != HOST:
-                # The host memory that the other has left, so that none is taken and touched anew.
-                old.data = room.copy_(old.data) if room.device == HOST else old.data.to(HOST)
+        with torch.inference_mode(False), torch.no_grad():  # steps run in inference mode, which would mark the weights
+            for new, old in zip(coming.parameters(), going.parameters(), strict=True):
+                room = new.data
+                if room.device == HOST:
+                    new.data = room.to(self._device)
+                if old.data.device != HOST:
+                    # The host memory that the other has left, so that none is taken and touched anew.
+                    old.data = room.copy_(old.data) if room.device == HOST else old.data.to(HOST)
         self._on_device = index
         self.exchanges += 1
