@@ -214,9 +214,7 @@ def load_components(
         with part(name.replace("_", " ")):
             return WanTransformer.from_pretrained(folder / name, dtype=dtype, device=device, attention=attention)
 
-    experts = Experts.load(
-        load_transformer, facts.transformers, boundary_timestep, one_on_device=one_expert_on_device
-    )
+    experts = Experts.load(load_transformer, facts.transformers, boundary_timestep, one_on_device=one_expert_on_device)
     return Components(tokenizer, text_encoder, experts, vae, image_processor, image_encoder)
 
 

@@ -110,9 +110,7 @@ def encode_images(
     return ChannelCondition(channels[index], tokens)
 
 
-def _channels(
-    vae: torch.nn.Module, first: torch.Tensor, last: torch.Tensor | None, request: Request
-) -> torch.Tensor:
+def _channels(vae: torch.nn.Module, first: torch.Tensor, last: torch.Tensor | None, request: Request) -> torch.Tensor:
     """[1, temporal scale + C, F, H, W]: 1 where a frame is given, one channel for each frame of a latent frame (the
     first latent frame is of one, which counts for all), and the latents of a clip that is grey where none is."""
     num_frames = request.video_shape[0]

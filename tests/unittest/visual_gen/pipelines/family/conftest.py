@@ -24,7 +24,6 @@ WAN21 = {"in_channels": 16, "out_channels": 16}
 I2V21 = {"in_channels": 36, "out_channels": 16, "image_dim": 32, "added_kv_proj_dim": 32}
 # What of scripts/convert_wan_to_diffusers.py tells the members apart, sizes scaled down.
 MEMBERS = {
-    "t2v": dict(transformer=WAN21, flow_shift=3.0),
     "i2v": dict(transformer=I2V21, flow_shift=3.0),
     "flf2v": dict(transformer=I2V21 | {"pos_embed_seq_len": 2 * 5}, flow_shift=16.0),
     "t2v_a14b": dict(transformer=WAN21, flow_shift=3.0, boundary_ratio=0.875),
@@ -81,7 +80,7 @@ def make_member(name, folder):
         transformer=transformer(2),
         transformer_2=transformer(3) if "boundary_ratio" in facts else None,
     )
-    cls = DiffusersWanPipeline if name in ("t2v", "t2v_a14b", "ti2v_5b") else WanImageToVideoPipeline
+    cls = DiffusersWanPipeline if name in ("t2v_a14b", "ti2v_5b") else WanImageToVideoPipeline
     if "image_dim" in config:
         vision = CLIPVisionConfig(
             hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, patch_size=14,

@@ -157,9 +157,11 @@ def test_each_step_runs_the_expert_of_its_timestep(opened, monkeypatch):
 def test_the_boundary_may_be_another_than_the_folders(member):
     pipe = WanPipeline.from_pretrained(member("t2v_a14b"), boundary_ratio=0.6, progress=False)
     record = run(pipe).record
-    assert record.expert_steps == [int(timestep < 600) for timestep in record.timesteps] != [
-        int(timestep < 875) for timestep in record.timesteps
-    ]
+    assert (
+        record.expert_steps
+        == [int(timestep < 600) for timestep in record.timesteps]
+        != [int(timestep < 875) for timestep in record.timesteps]
+    )
 
 
 @pytest.mark.parametrize("cfg, both, one", [("batched", 1, 1), ("sequential", 2, 1)])

@@ -5,12 +5,14 @@ import pytest
 import torch
 from PIL import Image
 
+from visual_gen.config import RunConfig
 from visual_gen.pipelines import WanPipeline
 from visual_gen.pipelines import images as images_module
 from visual_gen.pipelines.conditioning import ChannelCondition, FirstFrameCondition
 from visual_gen.pipelines.images import open_images
 from visual_gen.pipelines.latents import encode_clip
 from visual_gen.pipelines.request import check_request
+from visual_gen.runtime.plan import plan
 
 SMALL = {"height": 32, "width": 64, "num_frames": 5, "num_inference_steps": 2, "progress": False}
 
@@ -144,6 +146,19 @@ def test_latents_on_a_gpu_are_those_of_the_cpu(member, opened, pictures, name):
     latents = run(there, **images).frames.cpu()
     expected = run(opened(name), **images).frames
     assert ((latents - expected).norm() / expected.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("name, shown", [("i2v", True), ("ti2v_5b", False), ("ti2v_5b", True), ("t2v_a14b", False)])
+def test_what_a_request_needs_is_what_plan_says(opened, member, pictures, tmp_path, monkeypatch, name, shown):
+    needed = []
+    monkeypatch.setattr("visual_gen.pipelines.wan.check_memory", lambda count, device: needed.append(count))
+    pictures.first.save(tmp_path / "a.png")
+    run(opened(name), **({"image": tmp_path / "a.png"} if shown else {}))
+    sizes = {key: value for key, value in SMALL.items() if key != "progress"}
+    image = {"image": str(tmp_path / "a.png")} if shown else {}
+    generation = {"prompt": "a red circle", **sizes, **image}
+    memory = plan(RunConfig(model={"path": str(member(name))}, generation=generation)).memory_bytes
+    assert needed == [memory["text_kv"] + memory["activations"]]
 
 
 class _NoBars:
