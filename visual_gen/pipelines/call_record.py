@@ -1,9 +1,11 @@
-"""The record of one call before its work begins: its settings, and what its caller should be warned of."""
+"""The record of one call as its work begins: its settings, and what its caller should be warned of."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from visual_gen.pipelines.images import stretch_warnings
 from visual_gen.pipelines.recommended import recommended_warnings
@@ -13,7 +15,37 @@ from visual_gen.pipelines.text import TokenizedText, text_warnings
 from visual_gen.runtime.record import RunRecord
 
 
-def call_settings(request: Request) -> dict[str, Any]:
+def new_record(
+    request: Request,
+    transformer: torch.nn.Module,
+    scheduler: Any,
+    *,
+    checkpoint: str,
+    label: str,
+    device: torch.device,
+    load_seconds: float,
+) -> RunRecord:
+    """What is known of the call by then, its warnings aside."""
+    known = (SCHEDULER_NAMES[cls.__name__] for cls in type(scheduler).__mro__ if cls.__name__ in SCHEDULER_NAMES)
+    record = RunRecord(
+        attention={
+            role: {"backend": choice.name, "why": choice.why} for role, choice in transformer.attention_choices.items()
+        },
+        cross_kv=transformer.attention.cross_kv,
+        latent_shape=request.latent_shape,
+        checkpoint=checkpoint,
+        checkpoint_label=label,
+        device=str(device),
+        dtype=str(transformer.dtype).removeprefix("torch."),
+        scheduler=next(known, type(scheduler).__name__),
+        flow_shift=scheduler.config.get("flow_shift", scheduler.config.get("shift")),
+        settings=_settings(request),
+    )
+    record.stage_seconds["load"] = load_seconds
+    return record
+
+
+def _settings(request: Request) -> dict[str, Any]:
     """What was asked for, with numbers that JSON has; that of images and a second transformer where there are any."""
     num_frames, height, width = request.video_shape
     settings = {
@@ -64,11 +96,3 @@ def call_warnings(
 
 def _named(what: str, rows: Sequence[TokenizedText]) -> list[tuple[str, TokenizedText]]:
     return [(what if len(rows) == 1 else f"{what} {i}", tokens) for i, tokens in enumerate(rows)]
-
-
-def fill_scheduler(record: RunRecord, scheduler: Any) -> None:
-    record.scheduler = next(
-        (SCHEDULER_NAMES[cls.__name__] for cls in type(scheduler).__mro__ if cls.__name__ in SCHEDULER_NAMES),
-        type(scheduler).__name__,
-    )
-    record.flow_shift = scheduler.config.get("flow_shift", scheduler.config.get("shift"))

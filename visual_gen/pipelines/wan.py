@@ -16,7 +16,7 @@ from visual_gen.checkpoint import resolve_folder
 from visual_gen.config import AttentionConfig
 from visual_gen.models.wan.geometry import Geometry
 from visual_gen.models.wan.task import Task
-from visual_gen.pipelines.call_record import call_settings, call_warnings, fill_scheduler
+from visual_gen.pipelines.call_record import call_warnings, new_record
 from visual_gen.pipelines.components import Components, load_components, parts_of
 from visual_gen.pipelines.conditioning import Conditioning, encode_images
 from visual_gen.pipelines.denoising_stage import denoise_request
@@ -233,8 +233,10 @@ class WanPipeline:
         check_memory(needed, self.device)
         noise = initial_latents(request.latent_shape, generator, latents, self.device)
 
-        record = self._new_record(request)
-        record.settings = call_settings(request)
+        record = new_record(
+            request, model, self.scheduler, checkpoint=str(self.folder), label=str(self.recommended.get("label", "")),
+            device=self.device, load_seconds=self._load_seconds,
+        )  # fmt: skip
         record.warnings = call_warnings(
             request, rows, self.recommended, negative_prompt=negative_prompt, guidance_scale_2=guidance_scale_2,
             unused_generator=latents is not None and generator is not None,
@@ -285,23 +287,6 @@ class WanPipeline:
             return latents.clone(), {}  # out of inference mode, so that the caller may do anything with it
         advance = bars.stage("decode", total=len(request.prompts)).advance
         return decode(self.vae, latents, request.output_type, request.video_shape, advance=advance)
-
-    def _new_record(self, request: Request) -> RunRecord:
-        record = RunRecord(
-            attention={
-                role: {"backend": choice.name, "why": choice.why}
-                for role, choice in self.transformer.attention_choices.items()
-            },
-            cross_kv=self.attention.cross_kv,
-            latent_shape=request.latent_shape,
-            checkpoint=str(self.folder),
-            checkpoint_label=str(self.recommended.get("label", "")),
-            device=str(self.device),
-            dtype=str(self.dtype).removeprefix("torch."),
-        )
-        fill_scheduler(record, self.scheduler)
-        record.stage_seconds["load"] = self._load_seconds
-        return record
 
     def _counters(self) -> dict[str, int]:
         states = [transformer.attention_metadata_state for transformer in self.experts.transformers]
