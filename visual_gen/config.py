@@ -23,6 +23,8 @@ CrossKVMode = Literal["padded", "packed", "packed_pad_exact"]
 CROSS_KV_MODES: tuple[CrossKVMode, ...] = get_args(CrossKVMode)
 CFGMode = Literal["batched", "sequential"]
 CFG_MODES: tuple[CFGMode, ...] = get_args(CFGMode)
+OffloadMode = Literal["none", "experts"]
+OFFLOAD_MODES: tuple[OffloadMode, ...] = get_args(OffloadMode)
 
 
 def _texts(value: object) -> object:
@@ -58,6 +60,14 @@ def _steps(value: object) -> object:
     raise ValueError("a list of noise levels that fall, such as [1000, 750, 500, 250]")
 
 
+def _files(value: object) -> object:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) and name for name in value):
+        return value[0] if len(value) == 1 else tuple(value)
+    raise ValueError("the name of a file, or a list of them, one for each prompt")
+
+
 def _whole(value: object) -> object:
     if isinstance(value, str) and not _is_unicode(value):
         raise ValueError(_UNICODE)
@@ -65,6 +75,7 @@ def _whole(value: object) -> object:
 
 
 Prompt = Annotated[str | tuple[str, ...] | None, BeforeValidator(_texts)]
+ImageFiles = Annotated[str | tuple[str, ...] | None, BeforeValidator(_files)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 BackendName = Annotated[str, Field(min_length=1)]
@@ -99,8 +110,10 @@ class AttentionConfig(_Section):
 class GenerationConfig(_Section):
     """What to generate. Sizes are in pixels and frames; `fps` is the rate that the video file plays at.
 
-    With several prompts, prompt i is made from seed + i, so that each can be made again alone. `scheduler` and
-    `flow_shift` of None take what the checkpoint says.
+    With several prompts, prompt i is made from seed + i, so that each can be made again alone. `scheduler`,
+    `flow_shift` and `boundary_ratio` of None take what the checkpoint says. `image` and `last_image` are files for
+    models that start, and end, with a given picture: one for all prompts, or one for each. `guidance_scale_2` is for
+    the steps of a second transformer, below `boundary_ratio` of the noise levels; None takes guidance_scale.
     """
 
     prompt: Prompt = None
@@ -109,7 +122,11 @@ class GenerationConfig(_Section):
     width: PositiveInt = 832
     num_frames: PositiveInt = 81
     num_inference_steps: PositiveInt = 50
+    image: ImageFiles = None
+    last_image: ImageFiles = None
     guidance_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
+    guidance_scale_2: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    boundary_ratio: Annotated[float, Field(gt=0, lt=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     scheduler: Literal["unipc", "euler"] | None = None
     flow_shift: PositiveFloat | None = None
@@ -185,12 +202,14 @@ class OutputConfig(_Section):
 class RunConfig(_Section):
     """All settings of one run. `device` is "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
 
+    `offload` "experts" keeps of two transformers only the one in use on the device, the other in host memory.
     With `causal`, the model's weights are those of a causal one, for streams; without it, the model makes whole videos.
     """
 
     model: ModelConfig
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = "auto"
+    offload: OffloadMode = "none"
     attention: AttentionConfig = AttentionConfig()
     generation: GenerationConfig = GenerationConfig()
     output: OutputConfig = OutputConfig()
