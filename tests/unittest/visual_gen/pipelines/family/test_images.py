@@ -114,9 +114,9 @@ def test_text_alone_needs_no_timestep_for_each_token(opened, monkeypatch):
         return forward(x, t, text_kv=text_kv)
 
     monkeypatch.setattr(pipe.transformer, "forward", noted)
+    monkeypatch.setattr(pipe.vae, "encode", None)  # nothing of an image is computed either
     run(pipe)
     assert set(shapes) == {(2,)}
-    assert run(pipe).record.stage_seconds["image"] < 0.01
 
 
 @pytest.mark.gpu
