@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .captions import BACKGROUNDS, COLOURS, DIRECTIONS, SHAPES, caption
-from .clips import PLAIN_MOTIONS, Clip, MovingShape, draw, plain_clip, random_background, random_shape
-from .combinations import Combination
+from .captions import BACKGROUNDS, COLOURS, DIRECTIONS, MOTIONS, SHAPES, caption
+from .clips import Clip, MovingShape, draw, plain_clip, random_background, random_shape
+from .combinations import ENDING_MOTIONS, Combination
 
-ENDLESS_MOTIONS = (*PLAIN_MOTIONS, "spinning")
+ENDLESS_MOTIONS = tuple(motion for motion in MOTIONS if motion not in ENDING_MOTIONS)
 # Speeds are drawn as for a clip of this many frames, where a whole way fits the frame.
 PLACED_FOR_FRAMES = 33
 # Latent frame 0 stands for one frame of the video, every other for this many.

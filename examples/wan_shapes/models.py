@@ -153,6 +153,22 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+def save_model_index(folder: Path) -> None:
+    index = {
+        "_class_name": "WanPipeline",
+        "_diffusers_version": "0.42.1",
+        "boundary_ratio": None,
+        "expand_timesteps": False,
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
+        "transformer": ["diffusers", "WanTransformer3DModel"],
+        "transformer_2": [None, None],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
 def save_pipeline(
     folder: Path,
     settings: ModelSettings,
@@ -169,17 +185,5 @@ def save_pipeline(
     UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT, num_train_timesteps=1000
     ).save_pretrained(folder / "scheduler")
-    index = {
-        "_class_name": "WanPipeline",
-        "_diffusers_version": "0.42.1",
-        "boundary_ratio": None,
-        "expand_timesteps": False,
-        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
-        "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
-        "transformer": ["diffusers", "WanTransformer3DModel"],
-        "transformer_2": [None, None],
-        "vae": ["diffusers", "AutoencoderKLWan"],
-    }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+    save_model_index(folder)
     return folder_bytes(folder)

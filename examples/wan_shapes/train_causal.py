@@ -5,7 +5,8 @@
 
 Stages as in `train.py`: `causal_latents` draws clips without end, `causal` learns chunks from the chunks before them,
 `distil` makes that a matter of a few forwards without guidance, and `export` writes `pipeline/` with the two parts that
-differ from wan-shapes, transformer and text encoder. `export_guided` writes what `causal` alone left, in `guided/`.
+differ from wan-shapes, transformer and text encoder; `shares.json` says where the others are, `stream.json` how they
+are run. `export_guided` writes what `causal` alone left, in `guided/`.
 """
 
 import json
@@ -17,7 +18,7 @@ from .causal_latents import cache_causal_latents
 from .causal_settings import CAUSAL_TOY, CausalSettings
 from .causal_stage import CausalTrainer, causal_round, train_causal
 from .distil_stage import distil_causal
-from .models import FLOW_SHIFT, folder_bytes, save_text_and_transformer
+from .models import FLOW_SHIFT, folder_bytes, save_model_index, save_text_and_transformer
 from .run_folder import RunFolder
 from .stages import Stage, run_stages
 
@@ -57,6 +58,9 @@ def _export(run: RunFolder, device: torch.device, name: str, folder: str) -> boo
     save_text_and_transformer(path, run.settings, trainer.text_encoder, trainer.transformer)
     stream = stream_settings(run.settings, distilled=name == "distil")
     (path / STREAM_FILE).write_text(json.dumps(stream, indent=2) + "\n")
+    save_model_index(path)
+    shares = dict.fromkeys(("tokenizer", "vae", "scheduler"), "wan-shapes")
+    (path / "shares.json").write_text(json.dumps(shares, indent=2) + "\n")
     run.log(f"export: {name} at step {state['steps']}, {folder_bytes(path) / 1e6:.1f} MB in {folder}/")
     return True
 
