@@ -138,9 +138,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     every = [name for name in MEASURES if name != "quick"]
     how = {"stream": evaluation.stream.model_dump(), "guidance_scale": evaluation.guidance_scale}
-    return run_measures(
-        evaluation, MEASURES, options.only or (["quick"] if options.quick else every), how, options.out
-    )
+    names = options.only or (["quick"] if options.quick else every)
+    return run_measures(evaluation, MEASURES, names, how, options.out, columns=12)
 
 
 if __name__ == "__main__":

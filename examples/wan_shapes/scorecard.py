@@ -41,15 +41,16 @@ class Scorecard:
 
 def run_measures(
     card: Scorecard, measures: Mapping[str, Callable], names: Sequence[str], how: Mapping[str, object],
-    out: Path | None,
+    out: Path | None, columns: int = 6,
 ) -> int:
     """Runs the measures of these names, each of which takes `card` and returns rows to show; writes scores.json, with
-    `how` at its head, and the sheets to `out`. 0 when all scores are where they must be, else 1."""
+    `how` at its head, and the sheets, of `columns` frames a clip, to `out`. 0 when all scores are reached, else 1."""
     for name in names:
         print(f"-- {name}: {measures[name].__doc__.splitlines()[0]}", flush=True)
         sheet = measures[name](card)
         if out is not None and sheet:
-            contact_sheet([clip for _, clip in sheet], [label for label, _ in sheet], out / f"sheet_{name}.png")
+            contact_sheet([clip for _, clip in sheet], [label for label, _ in sheet], out / f"sheet_{name}.png",
+                          columns)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             report = {**how, "scores": card.scores, "checks": card.checks, "mistakes": [line for line, _ in card.wrong]}

@@ -10,12 +10,17 @@ from attention_backend.kv_cache import PagedKVCache
 from examples.wan_shapes.captions import make_tokenizer
 from examples.wan_shapes.causal_settings import CAUSAL_TOY, CausalSettings
 from examples.wan_shapes.causal_stage import CausalTrainer, ChunkText, causal_round
+from examples.wan_shapes.combinations import Prompt
 from examples.wan_shapes.distil_stage import CausalDistiller, distil_round, shifted
-from examples.wan_shapes.latents_stage import tokenise
+from examples.wan_shapes.evaluate_causal import CausalEvaluation
+from examples.wan_shapes.evaluate_causal import main as evaluate_causal
+from examples.wan_shapes.latents_stage import scaled_latents, tokenise
+from examples.wan_shapes.measure import shown
 from examples.wan_shapes.models import make_text_encoder, make_transformer, make_vae, save_pipeline
 from examples.wan_shapes.run_folder import settings_from
 from examples.wan_shapes.settings import TOY
 from examples.wan_shapes.train_causal import even_steps, main
+from examples.wan_shapes.whole_sequence_vae import run_whole_sequences
 from visual_gen.config import CausalConfig
 from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.pipelines.rollout import rollout_latents
@@ -81,6 +86,43 @@ def test_stages_go_on_and_leave_what_a_stream_needs(trained):
         text = TextRows(torch.randn(1, 64, TOY.text_dim), [5], [0])
         latents = rollout_latents(model, text, (4, 4), num_chunks=2, settings=CausalConfig(**stream["causal"]))
         assert latents.shape == (1, 8, 2 * CAUSAL_TOY.frames_per_chunk, 4, 4) and latents.isfinite().all()
+
+
+def test_the_exported_folder_is_scored_through_a_rollout(trained, base, tmp_path):
+    folder = trained[0] / "guided"
+    arguments = [str(folder), "--base", str(base), "--steps", "1", "--max-prompts", "1", "--out", str(tmp_path)]
+    code = evaluate_causal([*arguments, "--only", "quick"])
+    report = json.loads((tmp_path / "scores.json").read_text())
+    assert report["stream"]["steps"] == [1000.0] and report["guidance_scale"] == 4.0
+    passed = {check["name"]: check["passed"] for check in report["checks"]}
+    assert list(passed) == ["drawn clips, quick", "quick: colour", "quick: motion", "quick: shape"]
+    assert passed["drawn clips, quick"] and code == (0 if all(passed.values()) else 1)
+    with pytest.raises(ValueError, match="stream.json is missing"):
+        evaluate_causal([str(base), "--base", str(base), "--quick"])
+
+
+def test_streams_follow_seed_guidance_and_switch(trained, base):
+    evaluation = CausalEvaluation.load(trained[0] / "guided", base, torch.float32, CPU, steps=1, guidance_scale=2.0)
+    one, two = (Prompt(text, None, None, None, None, seed) for seed, text in enumerate(CAPTIONS))
+    latents = evaluation.latents(one, 2, {})
+    assert latents.shape == (1, 8, 4, 12, 12) and torch.equal(latents, evaluation.latents(one, 2, {}))
+    assert not torch.equal(latents, evaluation.latents(replace(one, seed=5), 2, {}))
+    switched = evaluation.latents(one, 2, {1: two})
+    assert torch.equal(latents[:, :, :2], switched[:, :, :2]) and not torch.equal(latents, switched)
+    assert not torch.equal(latents, replace(evaluation, guidance_scale=1.0).latents(one, 2, {}))
+    clips = evaluation.generate([one, two, one], 2, switched=[two, two, two], switch_at=1)
+    assert [clip.shape for clip in clips] == [(13, 96, 96, 3)] * 3
+    torch.testing.assert_close(clips[0], evaluation.decode(switched)[0], atol=1e-5, rtol=0)
+
+
+def test_latents_are_decoded_on_the_scale_that_they_are_trained_on(trained, base):
+    evaluation = CausalEvaluation.load(trained[0] / "guided", base, torch.float32, CPU)
+    evaluation.vae.register_to_config(latents_mean=[0.3 * i for i in range(8)], latents_std=[0.5 + i for i in range(8)])
+    frames = torch.rand(1, 3, 5, 32, 32) * 2 - 1
+    with torch.no_grad():
+        expected = evaluation.vae.decode(evaluation.vae.encode(frames).latent_dist.mode()).sample.clamp(-1, 1)
+        latents = scaled_latents(run_whole_sequences(evaluation.vae), frames).float()
+    torch.testing.assert_close(evaluation.decode(latents)[0], shown(expected), atol=0.02, rtol=0)  # latents are bf16
 
 
 def test_weights_are_the_averages_of_the_last_round_in_fp16(trained):
