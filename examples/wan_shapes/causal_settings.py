@@ -32,11 +32,12 @@ class CausalSettings(ModelSettings):
     warmup_steps: int = 100
     decay_share: float = 0.7
     ema_decay: float = 0.998
-    dropped_captions: float = 0.12  # share of clips that go on without a caption
+    dropped_captions: float = 0.12  # share of clips that go on under the empty text
     recached: float = 0.25  # share of changed clips whose earlier chunks are read under the later caption
     context_noise: float = 0.15  # the most that a chunk read as context is noised
     noised_contexts: float = 0.4
     own_steps: float = 0.5  # share of steps whose contexts are what the model itself makes of noisy chunks
+    own_after: int = 250  # steps, before which what it makes is too far off
     own_contexts: float = 0.7  # share of chunks, in these steps
     own_noise: tuple[float, float] = (0.15, 0.85)
 
@@ -73,6 +74,7 @@ CAUSAL_TOY = CausalSettings(
     batch=3,
     steps=6,
     warmup_steps=2,
+    own_after=2,
     distil_steps=3,
     levels=4,
     stream_steps=2,

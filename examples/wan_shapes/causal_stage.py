@@ -49,6 +49,7 @@ class CausalTrainer(TransformerTrainer):
         self.frame_tokens = settings.height * settings.width // 16**2
         window = ChunkWindow(settings.frames_per_chunk, recent_frames=settings.recent_frames)
         self.mask = teacher_forcing_mask(window, settings.latent_frames, self.frame_tokens, device)
+        self.own_after = settings.own_after
 
     def compile(self) -> None:
         self.forward.compile(one_size=True)
@@ -66,24 +67,25 @@ class CausalTrainer(TransformerTrainer):
         ((latents, ids, switch),) = cache
         rows = torch.randint(len(latents), (settings.batch,), generator=self.generator, device=self.device)
         which = torch.randint(ids.shape[1], (settings.batch,), generator=self.generator, device=self.device)
-        return latents[rows].float(), self.place_texts(ids[rows, which].long(), switch[rows])
+        return latents[rows].float(), self.place_texts(ids[rows, which], switch[rows])
 
     def place_texts(self, ids: Tensor, switch: Tensor) -> ChunkText:
         """Which chunk is under which text; ids [B, 2, slots], switch [B] as the latents' stage leaves them.
 
         A clip that changes goes over to its second text with the change; now and then the chunks before are read under
-        the second text already, as after a switch that recomputes the window. Of the others, some go on under the empty
-        text, which a rollout's guidance asks for on any content, while the first chunk alone keeps the caption.
+        the second text already, as after a switch that recomputes the window. Some clips, whatever they show, go on
+        under the empty text, as guidance asks for in a rollout, and their first chunk alone keeps its caption.
         """
         settings, batch = self.settings, len(ids)
         chunk, switch = torch.arange(settings.chunks, device=self.device), switch.view(-1, 1)
         changes = switch > 0
-        dropped = ~changes & (self.random(batch, 1) < self.plan.empty_captions)
+        dropped = self.random(batch, 1) < self.plan.empty_captions
         recached = changes & (self.random(batch, 1) < settings.recached)
-        noisy = (changes & (chunk >= switch)) | (dropped & (chunk >= 1))
+        noisy = torch.where(dropped, chunk >= 1, changes & (chunk >= switch))
         clean = noisy | recached | dropped
+        ids = torch.stack([ids[:, 0], torch.where(dropped, self.empty_ids, ids[:, 1])], 1)
         pick = torch.randint(len(self.text_lengths), (batch,), generator=self.generator, device=self.device)
-        return ChunkText(ids, torch.cat([clean, noisy], 1), self.text_lengths[pick])
+        return ChunkText(ids.long(), torch.cat([clean, noisy], 1), self.text_lengths[pick])
 
     def encoded(self, text: ChunkText, text_encoder) -> tuple[Tensor, Tensor]:
         """Embeddings [B, 2 · slots, C] of both texts and the bias [B, 1, tokens, 2 · slots] that shows each chunk its
@@ -117,7 +119,7 @@ class CausalTrainer(TransformerTrainer):
         noised = self.random(*shape) < settings.noised_contexts
         level = self.over_frames(self.random(*shape) * settings.context_noise * noised)
         context = torch.lerp(latents, self.noise_like(latents), level)
-        if float(torch.rand((), generator=self.host_generator())) >= settings.own_steps:
+        if self.steps < self.own_after or float(torch.rand((), generator=self.host_generator())) >= settings.own_steps:
             return context
         least, most = settings.own_noise
         level = least + (most - least) * self.random(*shape)

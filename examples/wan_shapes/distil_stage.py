@@ -31,6 +31,7 @@ class CausalDistiller(CausalTrainer):
 
     def __init__(self, settings: CausalSettings, plan: Round, device: torch.device) -> None:
         super().__init__(settings, plan, device)
+        self.own_after = 0
         # Its parameters are never trained; they ask for gradients all the same, so that the programs that are compiled
         # for the student serve it too.
         self.teacher = make_transformer(settings).to(device)

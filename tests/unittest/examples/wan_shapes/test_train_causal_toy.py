@@ -228,8 +228,11 @@ def test_texts_go_where_the_clip_changes(trainer):
     text = trainer.place_texts(ids, torch.tensor([0, 1, 2, 0] * 16))
     assert text.second[:4].int().tolist() == [[0] * 6, [1, 1, 1, 0, 1, 1], [1, 1, 1, 0, 0, 1], [0] * 6]
     trainer.plan = replace(trainer.plan, empty_captions=1.0)
-    text = trainer.place_texts(ids, torch.zeros(batch, dtype=torch.long))
+    captioned = ids + 7
+    text = trainer.place_texts(captioned, torch.tensor([0, 2] * 32))
     assert text.second.int().tolist() == [[1, 1, 1, 0, 1, 1]] * batch
+    assert torch.equal(text.ids[:, 0], captioned[:, 0])
+    assert torch.equal(text.ids[:, 1], trainer.empty_ids.long().expand(batch, -1))
 
 
 def test_contexts_are_nearly_what_they_stand_for(trainer):
@@ -243,8 +246,14 @@ def test_contexts_are_nearly_what_they_stand_for(trainer):
     assert (away > 0).all() and away.max() < 4 * CAUSAL_TOY.context_noise**2
     # Of an untrained model's own contexts, those of half the chunks, nothing is right.
     trainer.settings = replace(CAUSAL_TOY, own_steps=1.0, own_contexts=0.5, noised_contexts=0.0)
+    assert torch.equal(trainer.contexts(latents, encoded), latents)  # the training has only begun
+    trainer.steps = trainer.own_after
     away = (trainer.contexts(latents, encoded) - latents).unflatten(2, (3, 2)).square().mean((1, 3, 4, 5))
     assert 4 < int((away > 1e-3).sum()) < 20 and int((away == 0).sum()) == 24 - int((away > 1e-3).sum())
+    # What a model makes that knows the way is what should be there.
+    noise = torch.randn_like(latents)
+    trainer.noise_like, trainer.forward = lambda _: noise, AlongStraightLines(latents, noise, 0.0, lambda text: 0.0)
+    torch.testing.assert_close(trainer.contexts(latents, encoded), latents, atol=1e-5, rtol=0)
 
 
 class AlongStraightLines:
