@@ -263,7 +263,7 @@ class AlongStraightLines:
         self.velocity, self.pull, self.captioned, self.calls = noise - clean, pull, captioned, 0
 
     def __call__(self, x, timestep, text, bias, **_):
-        self.calls += 1
+        self.calls, self.levels = self.calls + 1, timestep[:, timestep.shape[1] // 2 :] / 1000
         both = torch.cat([self.velocity, self.velocity], 2)
         return both + self.pull * self.captioned(text)
 
@@ -294,6 +294,11 @@ def test_the_student_learns_where_the_guided_teacher_ends(trainer):
         shifted(torch.arange(1, 5) / 4).tolist()
     )
     torch.testing.assert_close(seen["target"], noise - clean + 1.5, atol=1e-5, rtol=1e-5)
+    # The teacher steps from a level, and the student is asked on the next lower one.
+    torch.testing.assert_close(distiller.teacher_forward.levels, seen["level"])
+    ladder = shifted(torch.arange(5) / 4)
+    rung = (seen["level"].unsqueeze(-1) - ladder).abs().argmin(-1)
+    torch.testing.assert_close(distiller.forward.levels, ladder[rung - 1])
 
 
 def test_levels_of_a_stream_are_among_those_that_are_distilled():
