@@ -6,8 +6,8 @@ Size = tuple[int, int, int]  # frames, height, width in pixels
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Defaults are the run that made the shipped weights; `TOY` is the same code in seconds on a CPU."""
+class ModelSettings:
+    """What every run of this model has in common."""
 
     seed: int = 0
 
@@ -19,6 +19,17 @@ class Settings:
     head_dim: int = 64
     layers: int = 8
     ffn_dim: int = 1024
+    text_slots: int = 48
+    text_lengths: tuple[int, ...] = (64, 64, 128, 226, 256, 512)
+    weight_decay: float = 0.01
+
+    def as_json(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Settings(ModelSettings):
+    """Defaults are the run that made the shipped weights; `TOY` is the same code in seconds on a CPU."""
 
     # VAE: first small crops, then larger and longer ones.
     vae_pool_clips: int = 1536  # of each size in `sizes` with 33 frames
@@ -50,7 +61,6 @@ class Settings:
     decay_share: float = 0.35  # of the steps, at the end, over which the learning rate goes to zero
     learning_rate: float = 1e-3
     warmup_steps: int = 200
-    weight_decay: float = 0.01
     ema_decay: float = 0.999
     empty_captions: float = 0.1
     shorter_clips: float = 0.25  # share of steps with the last 8 frames cut off clips that are not the shortest
@@ -62,11 +72,6 @@ class Settings:
     refine_steps: int = 2600
     refine_learning_rate: float = 6e-4
     refine_decay_share: float = 0.8
-    text_slots: int = 48
-    text_lengths: tuple[int, ...] = (64, 64, 128, 226, 256, 512)
-
-    def as_json(self) -> dict:
-        return asdict(self)
 
 
 TOY = Settings(
