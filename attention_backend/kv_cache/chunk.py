@@ -48,6 +48,11 @@ class Chunk:
         return self.session.branches
 
     @property
+    def own_branches(self) -> list[BranchStorage]:
+        """Of its branches those that go with it, if it is not committed."""
+        return []
+
+    @property
     def frames(self) -> int:
         return self._record.frames
 
@@ -73,8 +78,9 @@ class Chunk:
         """
         self._check_commit()
         session, geometry = self.session, self.geometry
-        if self._staged and geometry.rollback_chunks:
-            session.cache.set_aside([self])
+        if self._staged:
+            session.cache.set_aside([self])  # what is written below, should it fail midway, or be rolled back
+            self._in_pool = True
         self._keep(geometry.segments(self.frame_start, self.frames))
         session._frames += self.frames
         session._serial += 1
@@ -95,9 +101,6 @@ class Chunk:
     def __exit__(self, *exception) -> None:
         if not self.over:
             self.abort()
-
-    def _close(self) -> None:
-        self.session._end(self)
 
     def _check_commit(self) -> None:
         self._check("commit")
@@ -149,6 +152,7 @@ class RecomputedWindow(Chunk):
         super().__init__(session, Record(0, sum(count for _, count in held), 0))
         self._journaled = True  # it overwrites nothing
         self._geometry, self._branches, self._runs = geometry, branches, held
+        self._in_place = False  # then the session has these branches, and its old ones are here
 
     @property
     def geometry(self) -> SessionGeometry:
@@ -156,6 +160,10 @@ class RecomputedWindow(Chunk):
 
     @property
     def branches(self) -> list[BranchStorage]:
+        return self._branches
+
+    @property
+    def own_branches(self) -> list[BranchStorage]:
         return self._branches
 
     @property
@@ -167,23 +175,26 @@ class RecomputedWindow(Chunk):
         """Puts the new window in the place of the old one. KVCacheError if the chunk is over, or a branch had no
         forward."""
         self._check_commit()
-        session, geometry = self.session, self.geometry
-        self._keep(geometry.segments(0, self.frames))
-        turn = 0
-        if geometry.recent_frames is not None and session.frames > geometry.window_frames:
-            turn = (session.frames - geometry.sink_frames) % geometry.recent_frames
-        old, session.branches = session.branches, self._branches
-        session.geometry = replace(geometry, ring_turn=turn)
-        session._records.clear()
-        session._end(self)
-        session.cache.release(old)
+        if not self._in_place:
+            self._put_in_place()
+        # The old ones. Should memory run out here, they are the chunk's until commit() or abort() is called again.
+        self.session.cache.release(self._branches)
+        self.session._end(self)
 
     @uninterrupted
     def abort(self) -> None:
         """Leaves the session as it is."""
         self._check("abort")
-        self._close()
-
-    def _close(self) -> None:
-        self.session._end(self)
         self.session.cache.release(self._branches)
+        self.session._end(self)
+
+    def _put_in_place(self) -> None:
+        session, geometry = self.session, self.geometry
+        self._keep(geometry.segments(0, self.frames))
+        turn = 0
+        if geometry.recent_frames is not None and session.frames > geometry.window_frames:
+            turn = (session.frames - geometry.sink_frames) % geometry.recent_frames
+        self._branches, session.branches = session.branches, self._branches
+        session.geometry = replace(geometry, ring_turn=turn)
+        session._records.clear()
+        self._in_place = True

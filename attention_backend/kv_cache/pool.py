@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from attention_backend.kv_cache.errors import OutOfBlocks
-from attention_backend.kv_cache.free_runs import FreeRuns
+from attention_backend.kv_cache.free_runs import FreeRuns, runs
 from attention_backend.kv_cache.geometry import SessionGeometry
 from attention_backend.kv_cache.rows import LayerRows, Segment, TokenRows
 
@@ -154,14 +154,18 @@ class BlockPool:
         for each, blocks in placed.items():
             each.place(blocks)
 
-    def close_branch(self, branch: BranchStorage) -> None:
-        """Gives up its blocks; those that nobody else has are zeroed and free."""
-        unused, spare = [], []
-        for block in (*branch.blocks, *branch.journal):
-            holders = self.holders[block] = [each for each in self.holders[block] if each is not branch]
-            if not holders:
-                del self.holders[block]
-                unused.append(block)
+    def close_branches(self, branches: Sequence[BranchStorage]) -> None:
+        """Gives up their blocks; those that nobody else has are zeroed and free."""
+        leaving = set(branches)
+        given_up = list(dict.fromkeys(block for branch in branches for block in (*branch.blocks, *branch.journal)))
+        unused = [block for block in given_up if leaving.issuperset(self.holders[block])]
+        # First, as it may run out of memory, and must leave the blocks to their owner then.
+        self.rows.zero([(start * self.block_size, n * self.block_size) for start, n in runs(sorted(unused))])
+        spare = []
+        for block in given_up:
+            holders = [each for each in self.holders.pop(block) if each not in leaving]
+            if holders:
+                self.holders[block] = holders
             spares = self.spares.pop(block, [])
             needed = max(len(holders) - 1, 0)
             spare += spares[needed:]
@@ -169,7 +173,6 @@ class BlockPool:
                 self.spares[block] = spares[:needed]
         for block in unused:
             self.versions[block] = self._new_version()
-        self.rows.zero([(block * self.block_size, self.block_size) for block in unused])
         self.free.give(unused + spare)
 
     def changed(self, branch: BranchStorage, segments: Iterable[Segment]) -> None:

@@ -88,7 +88,7 @@ class Session:
         return self._open
 
     @uninterrupted
-    def rollback(self, chunks: int) -> None:
+    def rollback(self, chunks: int = 1) -> None:
         """Takes back the last `chunks` commits: window and lengths are as they were before them.
 
         KVCacheError, before anything is written, with a chunk open or beyond what rollback_chunks keeps.
@@ -102,8 +102,9 @@ class Session:
                 f"{self.geometry.rollback_chunks}); open the session with a larger rollback_chunks"
             )
         for _ in range(chunks):
-            record = self._records.pop()
+            record = self._records[-1]
             self._undo(record, extra_tokens=0, in_pool=True)
+            self._records.pop()  # only now: an undo that ran out of memory is asked for again
             self._frames, self._serial = record.frame_start, self._serial - 1
 
     @uninterrupted
@@ -146,10 +147,10 @@ class Session:
         """Gives all blocks back, an open chunk's with them. A second close() does nothing."""
         if self.closed:
             return
-        if self._open is not None:
-            self._open._close()
-        self.closed = True
         self.cache._close(self)
+        if self._open is not None:
+            self._end(self._open)
+        self.closed = True
 
     def __enter__(self) -> Session:
         self._check_open()

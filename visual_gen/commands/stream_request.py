@@ -19,6 +19,10 @@ _OF_WHOLE_VIDEOS = {
     "scheduler": "causal.steps has the steps of a chunk",
     "flow_shift": "causal.flow_shift is the stream's",
     "cfg": "streams of one forward have their branches in it too",
+    "image": "a stream is made from text",
+    "last_image": "a stream is made from text",
+    "guidance_scale_2": "a stream has one transformer",
+    "boundary_ratio": "a stream has one transformer",
 }
 
 
@@ -53,6 +57,10 @@ def stream_request(arguments: argparse.Namespace) -> StreamRequest:
         )
     for key in sorted(config.generation.model_fields_set & _OF_WHOLE_VIDEOS.keys()):
         raise ConfigError(f"generation.{key} is of whole videos: leave it out; {_OF_WHOLE_VIDEOS[key]}")
+    if config.offload != "none":
+        raise ConfigError(
+            f"offload = {config.offload!r}: is for a pair of transformers, and a stream has one; leave it out"
+        )
     stream = config.stream or StreamConfig()
     switches = parse_switches(arguments.switches, stream.chunks)
     prompts = prompts_of_sessions(config.generation.prompts, arguments.sessions)

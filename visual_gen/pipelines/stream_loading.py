@@ -14,14 +14,8 @@ from visual_gen.config import AttentionConfig, CausalConfig, attention_config
 from visual_gen.device import find_device
 from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.models.wan.geometry import Geometry
-from visual_gen.pipelines.components import (
-    check_geometry,
-    check_model_index,
-    empty_text_encoder,
-    load_text_encoder,
-    load_tokenizer,
-    load_vae,
-)
+from visual_gen.pipelines.components import empty_text_encoder, load_text_encoder, load_tokenizer, load_vae
+from visual_gen.pipelines.folder import read_stream_folder
 from visual_gen.pipelines.stream_options import EngineOptions
 from visual_gen.pipelines.text import TextRows, encode, tokenize
 from visual_gen.runtime.streams import stream_size
@@ -73,8 +67,7 @@ def load_stream_parts(
     """Of a folder in diffusers' format. ValueError, before weights are read, on what does not fit together."""
     device, attention = find_device(device), attention_config(attention)
     folder = resolve_folder(folder_or_id)
-    check_model_index(folder)
-    check_geometry(folder)
+    read_stream_folder(folder)
     vocab_size = empty_text_encoder(part_folder(folder, "text_encoder")).config.vocab_size
     tokenizer = load_tokenizer(part_folder(folder, "tokenizer"), vocab_size)
     transformer = CausalWanTransformer.from_pretrained(

@@ -9,9 +9,10 @@ import torch
 
 from visual_gen.checkpoint import CONFIG_FILES, part_folder, resolve_folder
 from visual_gen.config import AttentionConfig
-from visual_gen.models.wan import CausalWanTransformer, WanConfig
+from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.models.wan.geometry import Geometry
-from visual_gen.pipelines.components import check_geometry, check_model_index, empty_text_encoder, load_tokenizer
+from visual_gen.pipelines.components import empty_text_encoder, load_tokenizer
+from visual_gen.pipelines.folder import read_stream_folder
 from visual_gen.pipelines.recommended import read_recommended, recommended_warnings
 from visual_gen.pipelines.text import text_warnings, tokenize_all
 
@@ -33,10 +34,8 @@ def check_streams(
     Raises ValueError on whatever the folder, the model, its backends or its positions cannot serve.
     """
     folder = resolve_folder(folder_or_id, files=CONFIG_FILES)
-    check_model_index(folder)
-    check_geometry(folder)
+    wan = read_stream_folder(folder).wan
     Geometry.from_folder(folder).latent_shape(1, 1, height, width)
-    wan = WanConfig.from_folder(folder / "transformer")
     if latent_frames > wan.rope_max_seq_len:
         raise ValueError(
             f"the stream has {latent_frames} latent frames and the model knows {wan.rope_max_seq_len} positions "

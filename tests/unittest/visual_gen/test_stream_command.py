@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import av
 import numpy as np
 import pytest
 
+from visual_gen.checkpoint import resolve_folder
 from visual_gen.cli import main
 from visual_gen.commands.stream_request import parse_switches
 from visual_gen.commands.stream_videos import Spread
@@ -213,6 +215,8 @@ def test_a_switch_that_no_chunk_can_follow_is_refused(texts, says):
         (["--output", "/proc/none/a.mp4"], "cannot write /proc/none/a.mp4"),
         (["--set", "generation.num_frames=9"], "generation.num_frames is of whole videos: leave it out; --chunks says"),
         (["--set", "generation.cfg=batched"], "generation.cfg is of whole videos"),
+        (["--set", "generation.image=a.png"], "generation.image is of whole videos: leave it out; a stream is made"),
+        (["--set", "offload=experts"], "offload = 'experts': is for a pair of transformers, and a stream has one"),
         (["--set", "causal.steps=[500, 1000]"], "causal.steps = [500, 1000]: wants a list of noise levels that fall"),
         (["--set", "generation.height=40"], "height is 40; it must be a multiple of 16"),
         (["--set", "attention.self=FA9"], "no attention backend 'FA9'"),
@@ -228,6 +232,27 @@ def test_bad_input_is_one_line_and_exit_code_2_before_any_weights(
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("visual-gen: error: ")]
     assert len(errors) == 1 and said in errors[0]
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"expand_timesteps": True}, "is made for image-to-video: a stream is made from text by one transformer"),
+        (
+            {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9},
+            "has a second transformer (two experts, as in Wan 2.2 A14B): a stream is made from text by one transformer",
+        ),
+    ],
+)
+def test_a_checkpoint_that_no_stream_is_made_with_is_refused(stream, tmp_path, capsys, facts, said):
+    folder, whole = tmp_path / "folder", resolve_folder("wan-shapes")
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    if "transformer_2" in facts:
+        shutil.copytree(folder / "transformer", folder / "transformer_2")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | facts))
+    assert stream("--set", f"model.path={folder}") == 2
+    assert said in capsys.readouterr().err
 
 
 def test_prompt_files_that_hold_none_are_refused(stream, tmp_path, capsys):
