@@ -77,7 +77,7 @@ def resolve_folder(folder_or_id: str | Path, *, files: Sequence[str] = PIPELINE_
     )
 
 
-def part_folder(folder: str | Path, part: str) -> Path:
+def part_path(folder: str | Path, part: str) -> Path:
     """Where a part of the checkpoint in `folder` lies, "vae" for example: in a folder of that name, be it there or not,
     unless its shares.json says that a packaged checkpoint has it for both: {"vae": "wan-shapes"}.
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from visual_gen.checkpoint import CheckpointError, WeightFiles, part_folder, read_json
+from visual_gen.checkpoint import CheckpointError, WeightFiles, part_path, read_json
 from visual_gen.models.wan import WanTransformer
 from visual_gen.pipelines.cpu_conv import channels_innermost
 from visual_gen.pipelines.experts import Experts
@@ -200,15 +200,15 @@ def load_components(
     """Check that no weight file is damaged, then load each part once, inside `part(name)`; see `parts_of`."""
     stems = {"text encoder": "model", "image encoder": "model"}
     for name in parts_of(facts):
-        WeightFiles.open(part_folder(folder, name.replace(" ", "_").lower()), stem=stems.get(name, STEM))
+        WeightFiles.open(part_path(folder, name.replace(" ", "_").lower()), stem=stems.get(name, STEM))
     with part("text encoder"):
-        text_encoder = load_text_encoder(part_folder(folder, "text_encoder"), dtype=dtype, device=device)
+        text_encoder = load_text_encoder(part_path(folder, "text_encoder"), dtype=dtype, device=device)
     image_encoder = None
     if facts.image_encoder:
         with part("image encoder"):
             image_encoder = load_image_encoder(folder / "image_encoder", dtype=dtype, device=device)
     with part("VAE"):
-        vae = load_vae(part_folder(folder, "vae"), dtype=vae_dtype, device=device)
+        vae = load_vae(part_path(folder, "vae"), dtype=vae_dtype, device=device)
 
     def load_transformer(name: str) -> WanTransformer:
         with part(name.replace("_", " ")):

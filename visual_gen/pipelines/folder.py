@@ -8,7 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from visual_gen.checkpoint import CheckpointError, part_folder, read_json
+from visual_gen.checkpoint import CheckpointError, part_path, read_json
 from visual_gen.models.wan import WanConfig
 from visual_gen.models.wan.task import Task
 from visual_gen.pipelines.vae_config import empty_vae
@@ -134,7 +134,7 @@ def _check_class(folder: Path, index: dict, name: str, classes: tuple[str, ...])
 
 def _checked_config(folder: Path, name: str) -> Path:
     """The path of a Wan transformer's or VAE's config.json, if it is of the class that it has to be."""
-    path, wanted = part_folder(folder, name) / "config.json", _COMPONENT_CLASSES[name.removesuffix("_2")][0]
+    path, wanted = part_path(folder, name) / "config.json", _COMPONENT_CLASSES[name.removesuffix("_2")][0]
     stored = read_json(path).get("_class_name")
     if stored != wanted:
         raise CheckpointError(f"{path} has _class_name {stored!r}; a Wan pipeline needs {wanted!r}")
@@ -212,7 +212,7 @@ def _check_pipeline_class(folder: Path, index: dict, task: Task) -> None:
 def _check_sizes(folder: Path, facts: FolderFacts) -> None:
     wan, where = facts.wan, folder / "transformer" / "config.json"
     vae_config = _checked_config(folder, "vae")
-    text, vae = read_json(part_folder(folder, "text_encoder") / "config.json"), read_json(vae_config)
+    text, vae = read_json(part_path(folder, "text_encoder") / "config.json"), read_json(vae_config)
     latent, temporal = vae.get("z_dim", 16), vae.get("scale_factor_temporal") or 4
     channels, made_of = latent, "vae's z_dim"
     if facts.task.condition == "channels":

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from attention_backend.kv_cache import PagedKVCache
-from visual_gen.checkpoint import part_folder, resolve_folder
+from visual_gen.checkpoint import part_path, resolve_folder
 from visual_gen.config import AttentionConfig, CausalConfig, attention_config
 from visual_gen.device import find_device
 from visual_gen.models.wan import CausalWanTransformer
@@ -68,13 +68,13 @@ def load_stream_parts(
     device, attention = find_device(device), attention_config(attention)
     folder = resolve_folder(folder_or_id)
     read_stream_folder(folder)
-    vocab_size = empty_text_encoder(part_folder(folder, "text_encoder")).config.vocab_size
-    tokenizer = load_tokenizer(part_folder(folder, "tokenizer"), vocab_size)
+    vocab_size = empty_text_encoder(part_path(folder, "text_encoder")).config.vocab_size
+    tokenizer = load_tokenizer(part_path(folder, "tokenizer"), vocab_size)
     transformer = CausalWanTransformer.from_pretrained(
-        part_folder(folder, "transformer"), dtype=dtype, device=device, attention=attention
+        part_path(folder, "transformer"), dtype=dtype, device=device, attention=attention
     )
-    encoder = load_text_encoder(part_folder(folder, "text_encoder"), dtype=dtype, device=device)
-    vae = load_vae(part_folder(folder, "vae"), dtype=dtype, device=device)
+    encoder = load_text_encoder(part_path(folder, "text_encoder"), dtype=dtype, device=device)
+    vae = load_vae(part_path(folder, "vae"), dtype=dtype, device=device)
 
     def encode_prompt(prompt: str) -> TextRows:
         return encode(encoder, [tokenize(tokenizer, prompt, max_sequence_length)], max_sequence_length, dtype)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from visual_gen.checkpoint import CONFIG_FILES, part_folder, resolve_folder
+from visual_gen.checkpoint import CONFIG_FILES, part_path, resolve_folder
 from visual_gen.config import AttentionConfig
 from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.models.wan.geometry import Geometry
@@ -43,8 +43,8 @@ def check_streams(
         )
     # Without memory for weights: it selects the backends, or says why one cannot serve this model here.
     CausalWanTransformer(wan, attention=attention, dtype=dtype, device=device, init_weights=False)
-    vocab_size = empty_text_encoder(part_folder(folder, "text_encoder")).config.vocab_size
-    tokenizer = load_tokenizer(part_folder(folder, "tokenizer"), vocab_size)
+    vocab_size = empty_text_encoder(part_path(folder, "text_encoder")).config.vocab_size
+    tokenizer = load_tokenizer(part_path(folder, "tokenizer"), vocab_size)
     recommended = read_recommended(folder)
     warnings = recommended_warnings(
         recommended, height=height, width=width, num_frames=None, max_sequence_length=max_sequence_length

@@ -14,7 +14,7 @@ from visual_gen.checkpoint import (
     PACKAGED_CHECKPOINTS,
     CheckpointError,
     WeightFiles,
-    part_folder,
+    part_path,
     read_json,
     resolve_folder,
 )
@@ -131,15 +131,15 @@ def _from_preset(preset: str) -> Model:
 
 def _from_folder(folder: Path) -> Model:
     index = read_json(folder / "model_index.json")
-    tokenizer = part_folder(folder, "tokenizer") / "tokenizer.json"
+    tokenizer = part_path(folder, "tokenizer") / "tokenizer.json"
     return Model(
         source=f"folder {folder}",
         transformer=WanConfig.from_folder(folder / "transformer"),
         geometry=Geometry.from_folder(folder),
         num_experts=2 if (folder / "transformer_2").is_dir() else 1,
         timestep_per_token=bool(index.get("expand_timesteps")),
-        text_encoder=_text_encoder_size(part_folder(folder, "text_encoder")),
-        vae=_size(part_folder(folder, "vae"), "diffusion_pytorch_model"),
+        text_encoder=_text_encoder_size(part_path(folder, "text_encoder")),
+        vae=_size(part_path(folder, "vae"), "diffusion_pytorch_model"),
         image_encoder=_size(folder / "image_encoder", "model"),
         tokenizer_file=tokenizer if tokenizer.is_file() else None,
     )

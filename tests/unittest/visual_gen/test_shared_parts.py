@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from visual_gen import checkpoint
-from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, CheckpointError, part_folder, resolve_folder
+from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, CheckpointError, part_path, resolve_folder
 from visual_gen.config import load_config
 from visual_gen.pipelines import WanPipeline
 from visual_gen.runtime.model import find_model
@@ -33,9 +33,9 @@ def share(folder, **parts) -> None:
 
 def test_parts_lie_where_the_file_says(folder):
     whole = resolve_folder("wan-shapes")
-    assert part_folder(folder, "vae") == whole / "vae"
-    assert part_folder(folder, "transformer") == folder / "transformer"
-    assert part_folder(whole, "vae") == whole / "vae"
+    assert part_path(folder, "vae") == whole / "vae"
+    assert part_path(folder, "transformer") == folder / "transformer"
+    assert part_path(whole, "vae") == whole / "vae"
 
 
 def test_a_pipeline_of_shared_parts_makes_the_same_video(folder):
@@ -70,7 +70,7 @@ def test_what_cannot_be_shared_is_refused(folder, parts, says):
     share(folder, **parts)
     for part in ("vae", "transformer"):
         with pytest.raises(CheckpointError, match=says):
-            part_folder(folder, part)
+            part_path(folder, part)
     with pytest.raises(CheckpointError, match=says):
         WanPipeline.from_pretrained(folder, progress=False)
 
@@ -81,17 +81,17 @@ def test_a_part_that_its_source_lacks_is_refused(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(checkpoint.PACKAGED_CHECKPOINTS, "wan-empty", empty)
     share(folder, vae="wan-empty")
     with pytest.raises(CheckpointError, match=f"takes vae from 'wan-empty', which has none of its own.*{empty}/vae"):
-        part_folder(folder, "vae")
+        part_path(folder, "vae")
     monkeypatch.setitem(checkpoint.PACKAGED_CHECKPOINTS, "wan-empty", tmp_path / "gone")
     with pytest.raises(CheckpointError, match="gone is missing: install the package again"):
-        part_folder(folder, "vae")
+        part_path(folder, "vae")
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_a_damaged_file_is_named(folder, text):
     (folder / "shares.json").write_text(text)
     with pytest.raises(CheckpointError, match="shares.json"):
-        part_folder(folder, "vae")
+        part_path(folder, "vae")
 
 
 def test_a_missing_part_that_nobody_shares_is_named(folder):
@@ -104,4 +104,4 @@ def test_no_packaged_checkpoint_takes_a_part_from_one_that_shares_it_too():
     for name, folder in PACKAGED_CHECKPOINTS.items():
         if (folder / "shares.json").exists():
             for part in json.loads((folder / "shares.json").read_text()):
-                assert part_folder(folder, part).is_dir(), (name, part)
+                assert part_path(folder, part).is_dir(), (name, part)

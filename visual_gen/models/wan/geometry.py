@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_gen.checkpoint import part_folder, read_json
+from visual_gen.checkpoint import part_path, read_json
 from visual_gen.models.wan.config import WanConfig
 
 
@@ -30,7 +30,7 @@ class Geometry:
     @classmethod
     def from_folder(cls, folder: str | Path) -> Geometry:
         """Of a diffusers-format pipeline folder, from its configuration files. Raises ValueError naming a bad one."""
-        vae = read_json(part_folder(folder, "vae") / "config.json")
+        vae = read_json(part_path(folder, "vae") / "config.json")
         return cls.of(
             WanConfig.from_folder(Path(folder) / "transformer"),
             spatial_scale=vae.get("scale_factor_spatial") or 8,
