@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
-from transformers.utils import logging as transformers_logging
 
 from visual_gen.checkpoint import CheckpointError, WeightFiles, read_json
 from visual_gen.models.wan import WanTransformer
+from visual_gen.models.wan.layouts import (
+    LOOKED_FOR,
+    is_authors_folder,
+    open_weights,
+    part_folder,
+    read_config,
+    read_index,
+)
 from visual_gen.pipelines.cpu_conv import channels_innermost
 from visual_gen.pipelines.vae_config import empty_vae
 
@@ -23,7 +30,6 @@ _NOT_SERVED = {
     "WanVACEPipeline": "Wan VACE (editing), which this pipeline does not serve",
     "WanAnimatePipeline": "Wan Animate, which this pipeline does not serve",
 }
-STEM = "diffusion_pytorch_model"
 _COMPONENT_CLASSES = {
     "text_encoder": ("UMT5EncoderModel",),
     "transformer": ("WanTransformer3DModel",),
@@ -45,14 +51,14 @@ class Components:
 def check_model_index(folder: Path) -> None:
     """Raise CheckpointError unless `folder`/model_index.json describes a pipeline that WanPipeline serves."""
     path = folder / "model_index.json"
-    if not path.exists():
+    if not path.exists() and not is_authors_folder(folder):
         beside = read_json(folder / "config.json").get("_class_name") if (folder / "config.json").exists() else None
         found = f"; it holds a lone {beside}, so give the folder above it" if beside else ""
         raise CheckpointError(
-            f"{path} is missing, so {folder} is no diffusers pipeline folder{found}: give a folder with "
-            "model_index.json, text_encoder, tokenizer, transformer, vae and scheduler"
+            f"{path} is missing, and {folder} has neither diffusers' layout nor that of Wan's authors{found}: give a "
+            f"folder with {LOOKED_FOR}"
         )
-    index = read_json(path)
+    index = read_index(folder)
     class_name = index.get("_class_name")
     if class_name != "WanPipeline":
         kind = _NOT_SERVED.get(class_name, f"a {class_name}, which is not a Wan text-to-video pipeline")
@@ -93,7 +99,7 @@ def _refuse_wan22(folder: Path, index: dict) -> None:
 def check_geometry(folder: Path) -> None:
     """Raise CheckpointError when a component's config is missing or the components' sizes do not fit one another."""
     transformer, text, vae = (
-        read_json(folder / name / "config.json") for name in ("transformer", "text_encoder", "vae")
+        read_config(folder / name) for name in ("transformer", "text_encoder", "vae")
     )
     where = folder / "transformer" / "config.json"
     for name, config in (("transformer", transformer), ("vae", vae)):
@@ -116,7 +122,7 @@ def check_geometry(folder: Path) -> None:
                 f"{where} has {key} {value}, but the {other} is {other_value}: these folders do not belong together; "
                 "download the checkpoint again"
             )
-    empty_vae(folder / "vae" / "config.json")
+    empty_vae(folder / "vae")
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Any:
@@ -147,10 +153,11 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Any:
 
 
 def empty_text_encoder(folder: Path) -> UMT5EncoderModel:
-    """The encoder that `folder`/config.json describes, on the meta device; CheckpointError if it describes none."""
-    read_json(folder / "config.json")
+    """The encoder of the part `folder` (see models.wan.layouts), on the meta device; CheckpointError if there is none.
+    """
+    settings = read_config(folder)
     try:
-        config = UMT5Config.from_pretrained(folder, local_files_only=True)
+        config = UMT5Config.from_dict(settings)
         with torch.device("meta"):
             return UMT5EncoderModel(config)
     except Exception as error:  # whatever transformers meets in values of another kind
@@ -160,12 +167,30 @@ def empty_text_encoder(folder: Path) -> UMT5EncoderModel:
 
 
 def load_text_encoder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """transformers' UMT5EncoderModel with every tensor from the files: transformers itself fills a missing one with
-    random numbers and only logs it, so names and shapes are compared first."""
-    weights = WeightFiles.open(folder, stem="model")
-    empty = empty_text_encoder(folder)
-    expected = _shapes(empty)
-    tied = _tied_names(empty)
+    """transformers' UMT5EncoderModel with every tensor from the files, each copied to `device` by itself, so that the
+    host never holds the whole: transformers itself fills a missing one with random numbers and only logs it."""
+    weights = open_weights(folder)
+    encoder = empty_text_encoder(folder)
+    expected = check_text_encoder(weights, encoder)
+    state = {
+        name: tensor.to(device, dtype=_text_encoder_dtype(name, dtype), copy=True)
+        for name, tensor in weights.tensors()
+        if name in expected
+    }
+    encoder.load_state_dict(state, strict=False, assign=True)
+    for group in _tied_names(encoder):
+        tensor = encoder.get_parameter(next(name for name in group if name in state))
+        for name in group:
+            module, _, attribute = name.rpartition(".")
+            setattr(encoder.get_submodule(module), attribute, tensor)
+    return encoder.requires_grad_(False).eval()
+
+
+def check_text_encoder(weights: WeightFiles, encoder: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in `weights` that make up `encoder`, tied ones under the names that are stored. Raises
+    CheckpointError listing every missing, unexpected and wrongly shaped tensor."""
+    expected = _shapes(encoder)
+    tied = _tied_names(encoder)
     for group in tied:  # tied tensors may be stored under any one of their names
         if present := [name for name in group if name in weights.shapes]:
             for name in set(group) - set(present):
@@ -176,21 +201,30 @@ def load_text_encoder(folder: Path, *, dtype: torch.dtype, device: torch.device)
     # a whole T5 was saved: transformers leaves its decoder aside, and so may we
     stored = {name: shape for name, shape in weights.shapes.items() if not name.startswith(("decoder.", "lm_head."))}
     WeightFiles(weights.files, stored, weights.dtypes).check_names_and_shapes(expected, "UMT5EncoderModel")
-    with _quiet_transformers():
-        return UMT5EncoderModel.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
+    return expected
+
+
+def _text_encoder_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    # As transformers keeps it: the feed-forward's second layer leaves float16's range.
+    return torch.float32 if dtype == torch.float16 and ".wo." in name else dtype
 
 
 def load_vae(folder: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """diffusers' AutoencoderKLWan with every tensor from the files, in `dtype` on `device`."""
-    weights = WeightFiles.open(folder)
-    vae = empty_vae(folder / "config.json")
-    weights.check_names_and_shapes(_shapes(vae), "AutoencoderKLWan")
+    weights = open_weights(folder)
+    vae = empty_vae(folder)
+    check_vae(weights, vae)
     # copies, so that no parameter lies in the memory-mapped file
-    state = {name: tensor.to(dtype=dtype, copy=True) for name, tensor in weights.tensors(device)}
+    state = {name: tensor.to(device, dtype=dtype, copy=True) for name, tensor in weights.tensors()}
     vae.load_state_dict(state, assign=True)
     if device.type == "cpu":
         channels_innermost(vae)
     return vae.requires_grad_(False).eval()
+
+
+def check_vae(weights: WeightFiles, vae: torch.nn.Module) -> None:
+    """Raise CheckpointError listing every missing, unexpected and wrongly shaped tensor of a VAE."""
+    weights.check_names_and_shapes(_shapes(vae), "AutoencoderKLWan")
 
 
 def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -205,18 +239,6 @@ def _tied_names(model: torch.nn.Module) -> list[list[str]]:
     return list(groups.values())
 
 
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bar of transformers' own beside ours."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
 def load_components(
     folder: Path,
     tokenizer: Any,
@@ -228,14 +250,14 @@ def load_components(
     part: Callable[[str], AbstractContextManager[None]],
 ) -> Components:
     """Check that no weight file is damaged, then load each part once, inside `part(name)`."""
-    for name, stem in (("text_encoder", "model"), ("transformer", STEM), ("vae", STEM)):
-        WeightFiles.open(folder / name, stem=stem)
+    for name in ("text_encoder", "transformer", "vae"):
+        open_weights(folder / name)
     with part("text encoder"):
         text_encoder = load_text_encoder(folder / "text_encoder", dtype=dtype, device=device)
     with part("VAE"):
         vae = load_vae(folder / "vae", dtype=vae_dtype, device=device)
     with part("transformer"):
         transformer = WanTransformer.from_pretrained(
-            folder / "transformer", dtype=dtype, device=device, attention=attention
+            part_folder(folder / "transformer"), dtype=dtype, device=device, attention=attention
         )
     return Components(tokenizer, text_encoder, transformer, vae)

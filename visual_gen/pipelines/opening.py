@@ -13,6 +13,7 @@ from visual_gen.config import AttentionConfig, attention_config
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanConfig, WanTransformer
 from visual_gen.models.wan.geometry import Geometry
+from visual_gen.models.wan.layouts import tokenizer_folder
 from visual_gen.pipelines.components import check_geometry, check_model_index, empty_text_encoder, load_tokenizer
 from visual_gen.pipelines.schedulers import check_flow_shift, make_scheduler
 
@@ -74,5 +75,5 @@ def open_pipeline(
         wan=wan,
         geometry=Geometry.from_folder(folder),
         scheduler=made_scheduler,
-        tokenizer=load_tokenizer(folder / "tokenizer", vocab_size),
+        tokenizer=load_tokenizer(tokenizer_folder(folder), vocab_size),
     )

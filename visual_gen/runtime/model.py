@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, CheckpointError, WeightFiles, read_json, resolve_folder
+from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, CheckpointError, resolve_folder
 from visual_gen.config import ConfigError, RunConfig
 from visual_gen.models.wan import WAN_PRESETS, WanConfig
 from visual_gen.models.wan.geometry import Geometry
+from visual_gen.models.wan.layouts import open_weights, read_index, tokenizer_folder
 
 
 @dataclass(frozen=True)
@@ -111,23 +112,23 @@ def _from_preset(preset: str) -> Model:
 
 
 def _from_folder(folder: Path) -> Model:
-    index = read_json(folder / "model_index.json")
-    tokenizer = folder / "tokenizer" / "tokenizer.json"
+    index = read_index(folder)
+    tokenizer = tokenizer_folder(folder) / "tokenizer.json"
     return Model(
         source=f"folder {folder}",
         transformer=WanConfig.from_folder(folder / "transformer"),
         geometry=Geometry.from_folder(folder),
-        num_experts=2 if (folder / "transformer_2").is_dir() else 1,
+        num_experts=2 if any(index.get("transformer_2") or ()) or (folder / "transformer_2").is_dir() else 1,
         timestep_per_token=bool(index.get("expand_timesteps")),
         text_encoder=_text_encoder_size(folder / "text_encoder"),
-        vae=_size(folder / "vae", "diffusion_pytorch_model"),
+        vae=_size(folder / "vae"),
         tokenizer_file=tokenizer if tokenizer.is_file() else None,
     )
 
 
 def _text_encoder_size(folder: Path) -> PartSize | None:
     """Of the encoder alone, where a whole T5 is stored, with the embedding that it shares counted once."""
-    stored = _shapes(folder, "model")
+    stored = _shapes(folder)
     if stored is None:
         return None
     counts = {name: shape.numel() for name, shape in stored.items() if not name.startswith(("decoder.", "lm_head."))}
@@ -136,15 +137,15 @@ def _text_encoder_size(folder: Path) -> PartSize | None:
     return PartSize(sum(counts.values()), sum(count for name, count in counts.items() if ".wo." in name))
 
 
-def _size(folder: Path, stem: str) -> PartSize | None:
-    stored = _shapes(folder, stem)
+def _size(folder: Path) -> PartSize | None:
+    stored = _shapes(folder)
     return None if stored is None else PartSize(sum(shape.numel() for shape in stored.values()))
 
 
-def _shapes(folder: Path, stem: str) -> dict[str, torch.Size] | None:
+def _shapes(folder: Path) -> dict[str, torch.Size] | None:
     """From the headers of the weight files; None if they are not here or are damaged."""
     try:
-        return {name: torch.Size(shape) for name, shape in WeightFiles.open(folder, stem=stem).shapes.items()}
+        return {name: torch.Size(shape) for name, shape in open_weights(folder).shapes.items()}
     except CheckpointError:
         return None
 

@@ -70,7 +70,7 @@ class PickledWeights(WeightFiles):
             raise CheckpointError(f"{path} is missing: give the .pt file of a Self-Forcing-style checkpoint")
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(
                 f"{path} is damaged, or holds more than tensors ({cause}): download it again, or save its state_dict"
