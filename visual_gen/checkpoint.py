@@ -146,6 +146,21 @@ class WeightFiles:
         return cls._from_headers({single: _read_header(single)})
 
     @classmethod
+    def open_file(cls, path: str | Path) -> WeightFiles:
+        """Read the header of one safetensors file. Raises CheckpointError as `open` does."""
+        path = Path(path)
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: download it")
+        return cls._from_headers({path: _read_header(path)})
+
+    def metadata(self) -> dict[str, str]:
+        """The free texts in the header of the first file."""
+        from safetensors import safe_open
+
+        with safe_open(self.files[0], framework="pt") as file:
+            return file.metadata() or {}
+
+    @classmethod
     def _open_shards(cls, index: Path) -> WeightFiles:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

@@ -19,6 +19,7 @@ from visual_gen.pipelines.components import Components, load_components
 from visual_gen.pipelines.denoise import GuidedModel, denoise
 from visual_gen.pipelines.errors import GenerationError
 from visual_gen.pipelines.latents import decode, initial_latents
+from visual_gen.pipelines.lora import LoRAMethods
 from visual_gen.pipelines.opening import open_pipeline
 from visual_gen.pipelines.progress import StageProgress
 from visual_gen.pipelines.recommended import read_recommended, recommended_warnings
@@ -42,7 +43,7 @@ class WanPipelineOutput:
     record: RunRecord
 
 
-class WanPipeline:
+class WanPipeline(LoRAMethods):
     """Wan text-to-video. Made by `from_pretrained`; a call gives the frames that diffusers' WanPipeline gives. Calls
     may overlap, from several threads or from a callback."""
 
@@ -290,6 +291,7 @@ class WanPipeline:
                 for role, choice in self.transformer.attention_choices.items()
             },
             cross_kv=self.attention.cross_kv,
+            lora_scales=self.lora_scales,
             latent_shape=request.latent_shape,
             checkpoint=str(self.folder),
             checkpoint_label=str(self.recommended.get("label", "")),

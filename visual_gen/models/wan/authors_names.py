@@ -58,12 +58,15 @@ class PickledWeights(WeightFiles):
     state: Mapping[str, torch.Tensor]
 
     @classmethod
-    def open_file(cls, path: str | Path, *, state_dict: str | None = None) -> PickledWeights:
+    def open_file(
+        cls, path: str | Path, *, state_dict: str | None = None, candidates: tuple[str, ...] = STATE_DICTS
+    ) -> PickledWeights:
         """Reads `path` with torch.load(weights_only=True), memory-mapped.
 
-        state_dict: which dictionary of a training checkpoint; None takes generator_ema, else generator, else the file
-        itself where it is a plain dictionary of tensors. Raises CheckpointError, naming the file, when it is missing,
-        damaged, holds more than tensors, or lacks that dictionary.
+        state_dict: which dictionary of a training checkpoint; None takes the first of `candidates` (generator_ema, else
+        generator) that is there, else the file itself where it is a plain dictionary of tensors. Raises
+        CheckpointError, naming the file, when it is missing, damaged, holds more than tensors, or lacks that
+        dictionary.
         """
         path = Path(path)
         if not path.is_file():
@@ -75,7 +78,7 @@ class PickledWeights(WeightFiles):
             raise CheckpointError(
                 f"{path} is damaged, or holds more than tensors ({cause}): download it again, or save its state_dict"
             ) from error
-        state = {_bare(name): x for name, x in _find_state(path, content, state_dict).items()}
+        state = {_bare(name): x for name, x in _find_state(path, content, candidates, state_dict).items()}
         shapes = {name: tuple(x.shape) for name, x in state.items()}
         return cls((path,), shapes, {name: x.dtype for name, x in state.items()}, state)
 
@@ -84,10 +87,12 @@ class PickledWeights(WeightFiles):
             yield name, tensor.to(device)
 
 
-def _find_state(path: Path, content: object, state_dict: str | None) -> dict[str, torch.Tensor]:
+def _find_state(
+    path: Path, content: object, candidates: tuple[str, ...], state_dict: str | None
+) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}; it must be a dictionary of tensors")
-    wanted = STATE_DICTS if state_dict is None else (state_dict,)
+    wanted = candidates if state_dict is None else (state_dict,)
     found = next((content[key] for key in wanted if key in content), None)
     if found is None and state_dict is None and _is_state(content):
         found = content

@@ -22,6 +22,7 @@ from visual_gen.models.wan.block import WanBlock
 from visual_gen.models.wan.config import WanConfig
 from visual_gen.models.wan.embeddings import ImageEmbedding, TextEmbedding, TimeEmbedding
 from visual_gen.models.wan.layouts import is_authors_folder, is_authors_transformer, open_weights, part_folder
+from visual_gen.models.wan.lora import TakesLoRA
 from visual_gen.models.wan.text_kv import TextKV, real_rows
 from visual_gen.models.wan.weights import DIFFUSERS_NAMES, load_weights
 from visual_gen.modules.block_causal import BlockMask
@@ -34,7 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP32_PARAMETERS = ("time_embedding.linear_", "scale_shift_table", "norm1.", "norm2.")
 
 
-class WanTransformer(nn.Module):
+class WanTransformer(TakesLoRA):
     """Wan with diffusers' weights and results, one attention backend for each role, and text K/V made once.
 
     attention: an AttentionConfig, or a mapping with its keys (self, cross_text, cross_image, cross_kv).
