@@ -52,8 +52,12 @@ class TakesLoRA(nn.Module):
         if name in self._loras:
             raise ValueError(f"a LoRA {name!r} is loaded: give another name, or unload it first")
         low_rank, whole = LoRAFile.open(path, self).read()
-        lora = _Loaded(f"{self._adapters}", float(scale), [p.removesuffix(".weight") for p in low_rank],
-                       {p: [(slot, x.clone(), factor) for slot, x, factor in found] for p, found in whole.items()})
+        lora = _Loaded(
+            f"{self._adapters}",
+            float(scale),
+            [p.removesuffix(".weight") for p in low_rank],
+            {p: [(slot, x.clone(), factor) for slot, x, factor in found] for p, found in whole.items()},
+        )
         self._adapters += 1
         for layer, parts in zip(lora.layers, low_rank.values(), strict=True):
             linear = self.get_submodule(layer)
