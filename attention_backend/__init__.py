@@ -8,7 +8,9 @@ from attention_backend.metadata_state import AttentionMetadataState
 from attention_backend.pad_formulation import pad_formulation
 from attention_backend.selection import (
     AUTO_ORDER,
+    AUTO_ORDER_OF_CACHES,
     Selection,
+    auto_order,
     available_backends,
     backend_classes,
     register_backend,
@@ -17,6 +19,7 @@ from attention_backend.selection import (
 
 __all__ = [
     "AUTO_ORDER",
+    "AUTO_ORDER_OF_CACHES",
     "AttentionBackend",
     "AttentionBackendError",
     "AttentionMetadataState",
@@ -30,6 +33,7 @@ __all__ = [
     "PaddedKV",
     "PagedKV",
     "Selection",
+    "auto_order",
     "available_backends",
     "backend_classes",
     "merge_attention",

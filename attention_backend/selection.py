@@ -1,4 +1,4 @@
-"""Names to backend classes. A named backend runs or raises; only "auto" chooses, in AUTO_ORDER, and says why."""
+"""Names to backend classes. A named backend runs or raises; only "auto" chooses, in auto_order, and says why."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from attention_backend.sdpa import SDPABackend
 logger = logging.getLogger(__name__)
 
 AUTO_ORDER = ("flash_attn4", "paged_flash_attn3", "sdpa")
+# On an H200, FlashAttention-3 reads a KV cache in place 1 to 15 % faster than FlashAttention-4, in every layout tried.
+AUTO_ORDER_OF_CACHES = ("paged_flash_attn3", "flash_attn4", "sdpa")
 ENTRY_POINT_GROUP = "attention_backend.backends"
 
 _classes: dict[str, type[AttentionBackend]] = {}
@@ -72,7 +74,7 @@ def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
     """A backend for one site; its `selection` says what was taken and why.
 
     name: a registered name, which serves `spec` or raises AttentionBackendError with every reason and what would
-    serve, or "auto", which takes the first of AUTO_ORDER that can.
+    serve, or "auto", which takes the first of auto_order(spec) that can.
     """
     classes = backend_classes()
     if name == "auto":
@@ -96,9 +98,15 @@ def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
     return _build(classes[name], spec, "named in the configuration")
 
 
+def auto_order(spec: AttentionSpec) -> tuple[str, ...]:
+    """What "auto" tries for `spec`, first to last: AUTO_ORDER, or for self-attention to a KV cache another order."""
+    reads_cache = spec.role == "self" and spec.needs & {"extent_kv", "paged_kv"}
+    return AUTO_ORDER_OF_CACHES if reads_cache else AUTO_ORDER
+
+
 def _select_auto(classes: dict[str, type[AttentionBackend]], spec: AttentionSpec) -> AttentionBackend:
     passed_over: list[str] = []
-    for name in AUTO_ORDER:
+    for name in auto_order(spec):
         # What the spec alone rules out is not asked whether it is here: that can import seconds of kernel package.
         reasons = classes[name].unsupported_reasons(spec) or _reasons_against(classes[name], spec)
         if not reasons:

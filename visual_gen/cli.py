@@ -89,6 +89,13 @@ def _config_arguments(command: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="what to show; given several times, all clips are made in one batch and numbered FILE-0.mp4, …",
     )
+    for option, end in (("--image", "starts"), ("--last-image", "ends")):
+        command.add_argument(
+            option,
+            action="append",
+            metavar="FILE",
+            help=f"the picture that the video {end} with, for models that take one; for all prompts, or one for each",
+        )
     command.add_argument(
         "--set",
         action="append",

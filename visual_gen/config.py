@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import difflib
 import os
-import reprlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from visual_gen.config_file import ConfigError, Override, line_of, origin_of, parse_override, put, read_yaml, show
 from visual_gen.device import find_device
 
 if TYPE_CHECKING:
@@ -25,18 +24,8 @@ CrossKVMode = Literal["padded", "packed", "packed_pad_exact"]
 CROSS_KV_MODES: tuple[CrossKVMode, ...] = get_args(CrossKVMode)
 CFGMode = Literal["batched", "sequential"]
 CFG_MODES: tuple[CFGMode, ...] = get_args(CFGMode)
-
-
-class ConfigError(ValueError):
-    """Something in a configuration file or an override is wrong; the message has one line for each problem."""
-
-
-class Override(NamedTuple):
-    """A value that replaces what the file says. `key` is dotted; `origin` is what an error names as its source."""
-
-    key: str
-    value: object
-    origin: str
+OffloadMode = Literal["none", "experts"]
+OFFLOAD_MODES: tuple[OffloadMode, ...] = get_args(OffloadMode)
 
 
 def _texts(value: object) -> object:
@@ -61,11 +50,11 @@ def _is_unicode(text: str) -> bool:
 def check_unicode(name: str, text: str) -> None:
     """Raise ValueError if `text` holds half characters, which neither a tokenizer nor a file can take."""
     if not _is_unicode(text):
-        raise ValueError(f"{name} is {_show(text)}; it must be {_UNICODE}")
+        raise ValueError(f"{name} is {show(text)}; it must be {_UNICODE}")
 
 
 def _steps(value: object) -> object:
-    if isinstance(value, list | tuple) and value and all(isinstance(x, int | float) for x in value):
+    if isinstance(value, list | tuple) and value and all(type(x) in (int, float) for x in value):
         value = tuple(float(x) for x in value)
         if all(a > b for a, b in zip(value, value[1:], strict=False)):
             return value
@@ -78,6 +67,14 @@ def _list(value: object) -> object:
     raise ValueError("a list, such as [{path: lora.safetensors, scale: 1.0}]")
 
 
+def _files(value: object) -> object:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) and name for name in value):
+        return value[0] if len(value) == 1 else tuple(value)
+    raise ValueError("the name of a file, or a list of them, one for each prompt")
+
+
 def _whole(value: object) -> object:
     if isinstance(value, str) and not _is_unicode(value):
         raise ValueError(_UNICODE)
@@ -85,6 +82,7 @@ def _whole(value: object) -> object:
 
 
 Prompt = Annotated[str | tuple[str, ...] | None, BeforeValidator(_texts)]
+ImageFiles = Annotated[str | tuple[str, ...] | None, BeforeValidator(_files)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 BackendName = Annotated[str, Field(min_length=1)]
@@ -119,8 +117,10 @@ class AttentionConfig(_Section):
 class GenerationConfig(_Section):
     """What to generate. Sizes are in pixels and frames; `fps` is the rate that the video file plays at.
 
-    With several prompts, prompt i is made from seed + i, so that each can be made again alone. `scheduler` and
-    `flow_shift` of None take what the checkpoint says.
+    With several prompts, prompt i is made from seed + i, so that each can be made again alone. `scheduler`,
+    `flow_shift` and `boundary_ratio` of None take what the checkpoint says. `image` and `last_image` are files for
+    models that start, and end, with a given picture: one for all prompts, or one for each. `guidance_scale_2` is for
+    the steps of a second transformer, below `boundary_ratio` of the noise levels; None takes guidance_scale.
     """
 
     prompt: Prompt = None
@@ -129,7 +129,11 @@ class GenerationConfig(_Section):
     width: PositiveInt = 832
     num_frames: PositiveInt = 81
     num_inference_steps: PositiveInt = 50
+    image: ImageFiles = None
+    last_image: ImageFiles = None
     guidance_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
+    guidance_scale_2: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    boundary_ratio: Annotated[float, Field(gt=0, lt=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     scheduler: Literal["unipc", "euler"] | None = None
     flow_shift: PositiveFloat | None = None
@@ -219,6 +223,7 @@ class OutputConfig(_Section):
 class RunConfig(_Section):
     """All settings of one run. `device` is "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
 
+    `offload` "experts" keeps of two transformers only the one in use on the device, the other in host memory.
     With `causal`, the model's weights are those of a causal one, for streams; without it, the model makes whole videos.
     `lora`: files to load into it, added up.
     """
@@ -226,6 +231,7 @@ class RunConfig(_Section):
     model: ModelConfig
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = "auto"
+    offload: OffloadMode = "none"
     attention: AttentionConfig = AttentionConfig()
     generation: GenerationConfig = GenerationConfig()
     output: OutputConfig = OutputConfig()
@@ -254,18 +260,6 @@ def attention_config(value: AttentionConfig | dict | None) -> AttentionConfig:
         raise ConfigError("\n".join(problems)) from None
 
 
-def parse_override(text: str) -> Override:
-    """`"a.b=c"` as an Override; the value is read as YAML. Raises ConfigError."""
-    key, equals, value = text.partition("=")
-    origin = f"--set {text}"
-    if not equals or not all(key.strip().split(".")):
-        raise ConfigError(f"{origin}: wants key=value, for example generation.seed=7")
-    try:
-        return Override(key.strip(), yaml.safe_load(value), origin)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{origin}: the value is not YAML ({_yaml_problem(error)})") from error
-
-
 def load_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> RunConfig:
     """Read a YAML file, put the overrides over it in their order, and check the whole.
 
@@ -273,13 +267,13 @@ def load_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> R
     file, and ConfigError for everything that is wrong in it.
     """
     path = Path(path)
-    data, lines = _read_yaml(path)
+    data, lines = read_yaml(path)
     origins: dict[tuple[str, ...], str] = {}
     for override in overrides:
         if isinstance(override, str):
             override = parse_override(override)
         keys = tuple(override.key.split("."))
-        _put(data, keys, override)
+        put(data, keys, override)
         origins[keys] = override.origin
     try:
         return RunConfig.model_validate(data)
@@ -288,84 +282,9 @@ def load_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> R
         for item in error.errors(include_url=False):
             # Only the keys: pydantic also puts the branch of a union there.
             keys = tuple(str(key) for key in item["loc"])
-            where = _origin(keys, origins, lines) or _line(path, keys, lines)
+            where = origin_of(keys, origins, lines) or line_of(path, keys, lines)
             problems.append(f"{where}: {_problem(keys, item)}")
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
-
-
-Lines = dict[tuple[str, ...], int]
-
-
-def _read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such configuration file")
-    if path.is_dir():
-        raise ConfigError(f"{path}: is a folder; name the YAML file in it")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        lines: Lines = {}
-        if node is not None:
-            _walk(node, (), lines, path, set())
-        data = loader.construct_document(node) if node is not None else None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start})") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2020-99-99
-        if isinstance(error, ConfigError):
-            raise
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: is not YAML ({_yaml_problem(error)})") from error
-    if not isinstance(data, dict):
-        found = "is empty" if data is None else f"holds {_show(data)}"
-        raise ConfigError(f"{path}: {found}; wants a mapping with at least model.path")
-    return data, lines
-
-
-def _walk(node: yaml.Node, keys: tuple[str, ...], lines: Lines, path: Path, seen: set[int]) -> None:
-    """Note the line of every key, and refuse a key that stands twice: YAML would silently take the last."""
-    if not isinstance(node, yaml.MappingNode) or id(node) in seen:
-        return
-    seen.add(id(node))  # an alias is the same node again, and may stand inside itself
-    for key_node, value_node in node.value:
-        if key_node.tag == "tag:yaml.org,2002:merge":
-            continue
-        key = (*keys, str(key_node.value))
-        line = key_node.start_mark.line + 1
-        if key in lines:
-            raise ConfigError(f"{path}:{line}: {'.'.join(key)}: stands twice (first on line {lines[key]}); keep one")
-        lines[key] = line
-        _walk(value_node, key, lines, path, seen)
-
-
-def _put(data: dict[str, Any], keys: tuple[str, ...], override: Override) -> None:
-    for depth, key in enumerate(keys[:-1], start=1):
-        section = data.get(key)
-        if section is None:
-            section = data[key] = {}
-        if not isinstance(section, dict):
-            name = ".".join(keys[:depth])
-            raise ConfigError(f"{override.origin}: {override.key}: {name} is a value, not a section")
-        data = section
-    data[keys[-1]] = override.value
-
-
-def _origin(keys: tuple[str, ...], origins: dict[tuple[str, ...], str], lines: Lines) -> str | None:
-    for length in range(len(keys), 0, -1):
-        if keys[:length] in origins:
-            return origins[keys[:length]]
-    if keys in lines:
-        return None
-    # A section that the file lacks, made by an override of a key in it.
-    return next((origin for at, origin in origins.items() if at[: len(keys)] == keys), None)
-
-
-def _line(path: Path, keys: tuple[str, ...], lines: Lines) -> str:
-    for length in range(len(keys), 0, -1):
-        if keys[:length] in lines:
-            return f"{path}:{lines[keys[:length]]}"
-    return str(path)
 
 
 WANTED = {
@@ -393,7 +312,7 @@ def _problem(keys: tuple[str, ...], item: dict[str, Any]) -> str:
     if item["type"] in ("extra_forbidden", "invalid_key"):
         return f"{dotted}: unknown key{_near(keys)}"
     wanted = WANTED.get(item["type"], item["msg"]).format(**item.get("ctx", {}))
-    return f"{dotted}: {wanted}" if item["type"] == "missing" else f"{dotted} = {_show(item['input'])}: {wanted}"
+    return f"{dotted}: {wanted}" if item["type"] == "missing" else f"{dotted} = {show(item['input'])}: {wanted}"
 
 
 def _near(keys: tuple[str, ...]) -> str:
@@ -416,12 +335,3 @@ def _sections() -> dict[tuple[str, ...], list[str]]:
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 sections[(name,)] = list(kind.model_fields)
     return sections
-
-
-def _show(value: object) -> str:
-    return reprlib.repr(value)
-
-
-def _yaml_problem(error: Exception) -> str:
-    problem = getattr(error, "problem", None) or str(error)
-    return " ".join(str(problem).split())

@@ -75,7 +75,12 @@ def _check(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         raise KVCacheError(
             f"the cache's tensors have strides {layer.k.stride()}, {layer.v.stride()}; make them contiguous"
         )
-    tail = tuple(layer.k.shape[-2:])
+    heads, tail = (spec.num_heads, spec.head_dim), tuple(layer.k.shape[-2:])
+    if q.ndim != 3 or tuple(q.shape[1:]) != heads:
+        raise KVCacheError(
+            f"q has shape {tuple(q.shape)}; expected [total_q, H, D] with H, D = {heads}, which the backend was "
+            "selected for"
+        )
     if k.ndim != 3 or k.shape != v.shape or k.shape[0] != q.shape[0] or tuple(k.shape[1:]) != tail:
         raise KVCacheError(
             f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; expected k and v "

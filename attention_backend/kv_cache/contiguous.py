@@ -86,6 +86,8 @@ class ContiguousKVCache:
         if chunk is not self._open:
             raise KVCacheError(f"the chunk of frames {chunk.frame_start} to {chunk.frame_end - 1} is already over")
         if commit:
+            if not chunk.touched:
+                raise KVCacheError("commit() of a chunk with no forward; run one, or abort()")
             self.frames += chunk.frames
         elif chunk.touched:
             rows = chunk.rows
@@ -130,7 +132,7 @@ class ContiguousChunk:
         return self._batches[indexed]
 
     def commit(self) -> None:
-        """Keeps the K/V that the last forward wrote."""
+        """Keeps the K/V that the last forward wrote. KVCacheError if the chunk is over, or had no forward."""
         self._cache._end(self, commit=True)
 
     def abort(self) -> None:

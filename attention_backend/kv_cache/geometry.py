@@ -29,7 +29,8 @@ class SessionGeometry:
     """A session's window and what is kept for it, in latent frames of frame_tokens tokens.
 
     Visible are the first sink_frames frames and the last recent_frames, the chunk being computed counted in. With
-    recent_frames None everything is visible, up to capacity_frames. KVCacheError on contradictions.
+    recent_frames None everything is visible, up to capacity_frames. max_chunk_frames None: a chunk may fill
+    recent_frames or capacity_frames. KVCacheError on contradictions.
     """
 
     frame_tokens: int
@@ -37,13 +38,15 @@ class SessionGeometry:
     recent_frames: int | None
     capacity_frames: int | None = None
     branches: int = 1  # of classifier-free guidance, each with K/V of its own
-    max_chunk_frames: int
+    max_chunk_frames: int | None = None
     rollback_chunks: int = 0  # committed chunks that can be taken back
     action_capacity: int = 0  # tokens behind the frames that only one forward sees
 
     def __post_init__(self) -> None:
-        for name in ("frame_tokens", "branches", "max_chunk_frames"):
+        for name in ("frame_tokens", "branches"):
             check_count(name, getattr(self, name))
+        if self.max_chunk_frames is not None:
+            check_count("max_chunk_frames", self.max_chunk_frames)
         for name in ("sink_frames", "rollback_chunks", "action_capacity"):
             check_count(name, getattr(self, name), 0)
         if self.recent_frames is None:
@@ -72,6 +75,8 @@ class SessionGeometry:
                     "end; give it only with recent_frames=None"
                 )
         most = self.capacity_frames if self.recent_frames is None else self.recent_frames
+        if self.max_chunk_frames is None:
+            object.__setattr__(self, "max_chunk_frames", most)
         if self.max_chunk_frames > most:
             name = "capacity_frames" if self.recent_frames is None else "recent_frames"
             raise KVCacheError(

@@ -99,14 +99,16 @@ class PagedKVCache:
         recent_frames: int | None,
         capacity_frames: int | None = None,
         branches: int = 1,
-        max_chunk_frames: int,
+        max_chunk_frames: int | None = None,
         rollback_chunks: int = 0,
     ) -> Session:
         """A session with all the blocks that it will ever need, so that nothing fails for want of them later.
 
         Visible are its first sink_frames frames and the last recent_frames, the chunk being computed counted in; with
-        recent_frames None all, up to capacity_frames. branches: of classifier-free guidance. KVCacheError on
-        contradictions; OutOfBlocks if too few blocks are free: sessions are never taken from their owners.
+        recent_frames None all, up to capacity_frames. branches: of classifier-free guidance. max_chunk_frames: of any
+        chunk, as that many frames can be set aside; None: recent_frames, which takes memory for as many again.
+        KVCacheError on contradictions; OutOfBlocks if too few blocks are free: sessions are never taken from their
+        owners.
         """
         geometry = self._geometry(
             sink_frames=sink_frames,
@@ -185,8 +187,11 @@ class PagedKVCache:
             raise KVCacheError("a chunk is given twice; a forward has each once")
         rows: list[Row] = []
         for chunk, extra_of_chunk in zip(chunks, extra, strict=True):
-            if chunk.session.cache is not self:
-                raise KVCacheError("a chunk is another cache's; make its batch there")
+            if not isinstance(chunk, Chunk) or chunk.session.cache is not self:
+                raise KVCacheError(
+                    f"{type(chunk).__name__} is no chunk, or another cache's; give a list of what begin() of this "
+                    "cache's sessions returned"
+                )
             chunk._check("batch")
             check_count("extra_tokens", extra_of_chunk, 0)
             if extra_of_chunk > self.action_capacity:
@@ -236,8 +241,8 @@ class PagedKVCache:
         self._batches = {key: batch for key, batch in self._batches.items() if chunk not in batch.chunks}
 
     def _close(self, session: Session) -> None:
-        self.sessions.remove(session)
+        self.pool.close_branches(session.branches)
         for branch in session.branches:
             if self.staging is not None:
                 self.staging.drop(branch)
-            self.pool.close_branch(branch)
+        self.sessions.remove(session)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from attention_backend.kv_cache.errors import OutOfBlocks
-from attention_backend.kv_cache.free_runs import FreeRuns
+from attention_backend.kv_cache.free_runs import FreeRuns, runs
 from attention_backend.kv_cache.geometry import SessionGeometry
 from attention_backend.kv_cache.rows import LayerRows, Segment, TokenRows
 
@@ -89,15 +90,16 @@ class BlockPool:
                 self.references[block] += 1
         return placed
 
-    def close_branch(self, branch: BranchStorage) -> None:
-        """Gives up its blocks; those that nobody else has are zeroed and free."""
-        unused = []
-        for block in (*branch.blocks, *branch.journal):
-            self.references[block] -= 1
-            if not self.references[block]:
-                unused.append(block)
-                self.versions[block] += 1
-        self.rows.zero([(block * self.block_size, self.block_size) for block in unused])
+    def close_branches(self, branches: Sequence[BranchStorage]) -> None:
+        """Gives up their blocks; those that nobody else has are zeroed and free."""
+        given_up = Counter(block for branch in branches for block in (*branch.blocks, *branch.journal))
+        unused = [block for block, count in given_up.items() if self.references[block] == count]
+        # First, as it may run out of memory, and must leave the blocks to their owner then.
+        self.rows.zero([(start * self.block_size, n * self.block_size) for start, n in runs(sorted(unused))])
+        for block, count in given_up.items():
+            self.references[block] -= count
+        for block in unused:
+            self.versions[block] += 1
         self.free.give(unused)
 
     def changed(self, branch: BranchStorage, segments: Iterable[Segment]) -> None:

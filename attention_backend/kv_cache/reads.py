@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from attention_backend.graph_buffers import GraphBuffers
 from attention_backend.kv_cache.batch import KVBatch, LayerKV
 from attention_backend.kv_cache.errors import KVCacheError
 from attention_backend.kv_cache.pool import BranchStorage
@@ -71,10 +71,6 @@ class _ReadyBatch(KVBatch):
     def _check_ready(self) -> None:
         raise NotImplementedError
 
-    def _tensors(self) -> list[torch.Tensor]:
-        fields = vars(self._metadata).values()
-        return [self._slots, *(x for x in fields if isinstance(x, torch.Tensor))]
-
 
 class PagedBatch(_ReadyBatch):
     """The rows of one forward over a paged cache; read_reason says why its read was taken."""
@@ -117,8 +113,8 @@ class PagedBatch(_ReadyBatch):
             )
         if static._rows is not self._rows:
             raise KVCacheError("the graph is for another cache's tensors; capture one for this cache")
-        for target, source in zip(static._tensors(), self._tensors(), strict=True):
-            target.copy_(source)
+        static._buffers.copy_from(self._metadata)
+        static._slots.copy_(self._slots)
         static.source = self
 
 
@@ -127,12 +123,10 @@ class StaticBatch(_ReadyBatch):
 
     def __init__(self, source: PagedBatch) -> None:
         self.source = source
+        self._buffers = GraphBuffers(source._metadata)
         with torch.inference_mode(False):
             slots = source._slots.clone()
-            fields = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in vars(source._metadata).items()}
-        # What the host knows of lengths and places is of one chunk alone.
-        unknown = {name: None for name in ("kv_lens", "starts", "max_block_id") if name in fields}
-        self._set_up(source._rows, slots, dataclasses.replace(source._metadata, **(fields | unknown)))
+        self._set_up(source._rows, slots, self._buffers.entry)
         self.read, self.frames = source.read, source.frames
         self.frame_tokens, self.extra_tokens = source.frame_tokens, source.extra_tokens
 

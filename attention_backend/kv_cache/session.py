@@ -63,7 +63,7 @@ class Session:
         self._open = Chunk(self, _Record(self._frames, frames, self._serial % geometry.journal_slots))
         return self._open
 
-    def rollback(self, chunks: int) -> None:
+    def rollback(self, chunks: int = 1) -> None:
         """Takes back the last `chunks` commits: window and lengths are as they were before them.
 
         KVCacheError, before anything is written, with a chunk open or beyond what rollback_chunks keeps.
@@ -78,18 +78,19 @@ class Session:
                 f"{self.geometry.rollback_chunks}); open the session with a larger rollback_chunks"
             )
         for _ in range(chunks):
-            record = self._records.pop()
+            record = self._records[-1]
             self._undo(record, extra_tokens=0, in_pool=True)
+            self._records.pop()  # only now: an undo that ran out of memory is asked for again
             self._frames, self._serial = record.frame_start, self._serial - 1
 
     def close(self) -> None:
         """Gives all blocks back, an open chunk's with them. A second close() does nothing."""
         if self.closed:
             return
+        self.cache._close(self)
         if self._open is not None:
             self._end(self._open)
         self.closed = True
-        self.cache._close(self)
 
     def __enter__(self) -> Session:
         self._check_open()
@@ -176,8 +177,9 @@ class Chunk:
         if missing:
             raise KVCacheError(f"commit() of a chunk with no forward for branches {missing}; run one, or abort()")
         segments = geometry.segments(self.frame_start, self.frames)
-        if self._staged and geometry.rollback_chunks:
-            session.cache._journal([self])
+        if self._staged:
+            session.cache._journal([self])  # what is written below, should it fail midway, or be rolled back
+            self._in_pool = True
         for i, branch in enumerate(session.branches):
             if i in self._staged:
                 session.cache.staging.commit(branch, segments)
@@ -187,7 +189,7 @@ class Chunk:
         session._frames += self.frames
         session._serial += 1
         session._records.append(self._record)
-        del session._records[: len(session._records) - geometry.rollback_chunks]
+        del session._records[: max(len(session._records) - geometry.rollback_chunks, 0)]
         session._end(self)
 
     def abort(self) -> None:

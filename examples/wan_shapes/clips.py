@@ -21,12 +21,11 @@ BOUNCES = {None: (1.6, 2.2), "slow": (1.2, 1.5), "quick": (2.4, 2.8)}
 GROWTH = {None: (1.9, 2.5), "slow": (1.5, 1.7), "quick": (2.7, 3.2)}
 TURN = {None: (1.5, 2.4), "slow": (0.9, 1.2), "quick": (2.8, 3.8)}
 COLOUR_JITTER = 0.015
-PLAIN_MOTIONS = (*DIRECTIONS, "still", "bouncing")
 
 
 @dataclass(frozen=True)
 class MovingShape:
-    """A shape on its way through a clip. `x`, `y`, `radius` hold at frame 0."""
+    """A shape on its way through a clip. `x`, `y`, `radius` and `turn` hold at frame 0."""
 
     shape: str
     colour: str
@@ -41,14 +40,22 @@ class MovingShape:
     y_per_frame: float = 0.0
     growth_per_frame: float = 1.0
     radians_per_frame: float = 0.0
+    turn: float = 0.0
     bounce_height: float = 0.0
     bounces_per_frame: float = 0.0
     bounce_phase: float = 0.0
 
+    def middle(self, frame: float) -> tuple[float, float]:
+        bounce = abs(math.sin(math.pi * (self.bounces_per_frame * frame + self.bounce_phase)))
+        return self.x + self.x_per_frame * frame, self.y + self.y_per_frame * frame - self.bounce_height * bounce
+
 
 @dataclass(frozen=True)
 class Clip:
-    """The content of a clip made for `num_frames` frames of `height` × `width` pixels."""
+    """The content of a clip made for `num_frames` frames of `height` × `width` pixels.
+
+    In a world that wraps, what leaves the frame on one side comes back on the other.
+    """
 
     shapes: tuple[MovingShape, ...]
     background: str
@@ -56,6 +63,7 @@ class Clip:
     num_frames: int
     height: int
     width: int
+    wraps: bool = False
 
 
 def _jittered(rng: random.Random, rgb: Sequence[float]) -> tuple[float, ...]:
@@ -120,31 +128,28 @@ def random_clip(
     # Two shapes differ in colour, or the words could not tell them apart.
     for colour in rng.sample(list(COLOURS), 2 if rng.random() < two_shapes else 1):
         motions = ("spinning",) if spinning and rng.random() < spinning else MOTIONS
-        while True:
-            shape, motion = rng.choice(SHAPES), rng.choice(motions)
-            if visible_combination(shape, motion) and (colour, shape, motion) not in held_out:
-                break
-        size = rng.choice((None, None, None, "small", "large"))
-        speed = rng.choice((None, None, None, "slow", "quick"))
-        shapes.append(place_shape(rng, colour, shape, motion, size, speed, num_frames, height, width))
-    names = list(BACKGROUNDS)
-    background = DEFAULT_BACKGROUND if rng.random() < 0.2 else rng.choice(names)
-    rgb = _jittered(rng, BACKGROUNDS[background])
-    return Clip(tuple(shapes), background, rgb, num_frames, height, width)
+        shapes.append(random_shape(rng, colour, SHAPES, motions, num_frames, height, width, held_out))
+    return Clip(tuple(shapes), *random_background(rng), num_frames, height, width)
 
 
-def plain_clip(
-    rng: random.Random, num_frames: int, height: int, width: int,
-    held_out: frozenset[tuple[str, str, str]] = frozenset(),
-) -> Clip:
-    """What the empty prompt stands for: one shape that keeps its outline, on the default background."""
+def random_shape(
+    rng: random.Random, colour: str, shapes: Sequence[str], motions: Sequence[str], num_frames: int, height: int,
+    width: int, held_out: frozenset[tuple[str, str, str]],
+) -> MovingShape:
+    """One of these shapes in one of these motions, not in a combination of `held_out`, at any size and speed."""
     while True:
-        colour, shape, motion = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.choice(PLAIN_MOTIONS)
-        if (colour, shape, motion) not in held_out:
+        shape, motion = rng.choice(shapes), rng.choice(motions)
+        if visible_combination(shape, motion) and (colour, shape, motion) not in held_out:
             break
-    moving = place_shape(rng, colour, shape, motion, None, None, num_frames, height, width)
-    rgb = _jittered(rng, BACKGROUNDS[DEFAULT_BACKGROUND])
-    return Clip((moving,), DEFAULT_BACKGROUND, rgb, num_frames, height, width)
+    size = rng.choice((None, None, None, "small", "large"))
+    speed = rng.choice((None, None, None, "slow", "quick"))
+    return place_shape(rng, colour, shape, motion, size, speed, num_frames, height, width)
+
+
+def random_background(rng: random.Random) -> tuple[str, tuple[float, ...]]:
+    """Its name and colour; the default one more often than the others."""
+    background = DEFAULT_BACKGROUND if rng.random() < 0.2 else rng.choice(list(BACKGROUNDS))
+    return background, _jittered(rng, BACKGROUNDS[background])
 
 
 def clip_for(
@@ -185,12 +190,12 @@ def signed_distance(shape: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
 def draw(clips: Sequence[Clip], device: torch.device | str = "cpu") -> torch.Tensor:
     """Frames [clips, 3, frames, height, width] in -1..1, fp32, edges softened over one pixel.
 
-    Raises ValueError unless all clips have one size.
+    Raises ValueError unless all clips have one size and all wrap or none does.
     """
-    sizes = {(clip.num_frames, clip.height, clip.width) for clip in clips}
+    sizes = {(clip.num_frames, clip.height, clip.width, clip.wraps) for clip in clips}
     if len(sizes) != 1:
-        raise ValueError(f"clips drawn together must have one size, got {sorted(sizes)}")
-    num_frames, height, width = sizes.pop()
+        raise ValueError(f"clips drawn together must have one size, got (frames, height, width, wraps) {sorted(sizes)}")
+    num_frames, height, width, wraps = sizes.pop()
     short = min(height, width)
 
     def on_device(rows) -> torch.Tensor:
@@ -212,9 +217,12 @@ def draw(clips: Sequence[Clip], device: torch.device | str = "cpu") -> torch.Ten
         x = column("x") + column("x_per_frame") * t
         y = column("y") + column("y_per_frame") * t - column("bounce_height") * bounce
         radius = column("radius") * column("growth_per_frame") ** t
-        turn = column("radians_per_frame") * t
+        turn = column("turn") + column("radians_per_frame") * t
         cos, sin = torch.cos(turn), torch.sin(turn)
         right, below = grid_x - x, grid_y - y
+        if wraps:
+            right, below = (torch.remainder(away + size / short / 2, size / short) - size / short / 2
+                            for away, size in ((right, width), (below, height)))
         u, v = (cos * right + sin * below) / radius, (cos * below - sin * right) / radius
         kinds = on_device([SHAPES.index(shape.shape) for shape in shapes]).view(-1, 1, 1, 1)
         distance = torch.zeros((), device=device)

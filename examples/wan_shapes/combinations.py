@@ -5,6 +5,7 @@ The lists are committed beside this file; `python -m examples.wan_shapes.combina
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,6 +26,9 @@ from .captions import (
 
 PROMPTS_FOLDER = Path(__file__).parent / "prompts"
 HELD_OUT_SEED, SEEN_SEED, SPINNING_SEED, SYNONYM_SEED, UNKNOWN_SEED = 2026, 2027, 2028, 2029, 2030
+ENDLESS_SEED, SWITCH_SEED = 2031, 2032
+# What cannot go on forever, in streams.
+ENDING_MOTIONS = ("growing", "shrinking")
 # None of these is in the vocabulary.
 OUTSIDE_WORDS = ("majestic", "cinematic", "masterpiece", "photorealistic", "wonderful", "4k", "dramatic", "elegantly")
 Combination = tuple[str, str, str]
@@ -52,7 +56,7 @@ def all_combinations() -> list[Combination]:
 
 def balanced_choice(candidates: list[Combination], count: int, seed: int) -> list[Combination]:
     """`count` combinations in which every colour, shape and motion comes about equally often."""
-    limits = [-(-count // len(values)) for values in (COLOURS, SHAPES, MOTIONS)]
+    limits = [-(-count // len(set(values))) for values in zip(*candidates, strict=True)]
     rng = random.Random(seed)
     for _ in range(1000):
         chosen, used = [], [{}, {}, {}]
@@ -114,11 +118,26 @@ def _reworded(prompts: list[Prompt], seed: int, reword) -> list[Prompt]:
     return [replace(prompt, prompt=reword(rng, prompt), seed=prompt.seed + seed) for prompt in prompts]
 
 
+def switch_of(before: Sequence[Prompt], candidates: list[Combination], seed: int, first_seed: int) -> list[Prompt]:
+    """What each of the prompts is switched to: another colour, shape and motion on the same background."""
+    rng = random.Random(seed)
+    prompts = []
+    for index, row in enumerate(before):
+        others = [other for other in candidates
+                  if not set(zip("csm", other, strict=True)) & {("c", row.colour), ("s", row.shape), ("m", row.motion)}]
+        other = rng.choice(others)
+        text = plain_caption(*other, row.background)
+        prompts.append(Prompt(text, *other, row.background, first_seed + index))
+    return prompts
+
+
 def make_lists() -> dict[str, list[Prompt]]:
     held_out = make_held_out()
     trained_on = [combination for combination in all_combinations() if combination not in set(held_out)]
     spinning = random.Random(SPINNING_SEED).sample([c for c in trained_on if c[2] == "spinning"], 16)
     seen = as_prompts(balanced_choice(trained_on, 64, SEEN_SEED), 1000)
+    forever = [combination for combination in trained_on if combination[2] not in ENDING_MOTIONS]
+    endless = as_prompts(balanced_choice(forever, 64, ENDLESS_SEED), 6000)
 
     def synonym(rng: random.Random, row: Prompt) -> str:
         return _synonym_prompt(rng, row.colour, row.shape, row.motion, row.background)
@@ -127,6 +146,8 @@ def make_lists() -> dict[str, list[Prompt]]:
         "seen": seen,
         "held_out": as_prompts(held_out, 2000),
         "spinning": as_prompts(spinning, 3000),
+        "endless": endless,
+        "switched": switch_of(endless, forever, SWITCH_SEED, 7000),
         "partial": _partial_prompts(),
         "synonyms": _reworded(seen[:24], SYNONYM_SEED, synonym),
         "unknown_words": _reworded(

@@ -10,7 +10,6 @@ what it must reach, writes all of them, and contact sheets, to `--out`, and exit
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,24 +24,21 @@ from visual_gen.checkpoint import resolve_folder
 
 from .combinations import Prompt, load_prompts
 from .measure import MEASURES
-from .scores import Reading, mistakes, read_clip
-from .sheets import contact_sheet
+from .scorecard import Scorecard, run_measures
+from .scores import Reading, read_clip
 
 STEPS, GUIDANCE_SCALE, TEXT_LENGTH = 10, 4.0, 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass
-class Evaluation:
+@dataclass(kw_only=True)
+class Evaluation(Scorecard):
     """A pipeline with the checkpoint in `folder`, and what has been found out about it."""
 
     folder: Path
-    pipeline: Callable
+    pipeline: Callable | None
     batch_size: int = 8
     max_prompts: int | None = None
-    scores: dict[str, object] = field(default_factory=dict)
-    checks: list[dict] = field(default_factory=list)
-    wrong: list[tuple[str, Tensor]] = field(default_factory=list)
     made: dict[tuple, Tensor] = field(default_factory=dict)  # fp16: there are hundreds
 
     def prompts(self, name: str) -> list[Prompt]:
@@ -80,38 +76,14 @@ class Evaluation:
         """Clips for the prompts and what they show; wrong ones are kept to be looked at."""
         clips = self.generate(prompts, **how)
         readings = [read_clip(clip) for clip in clips]
-        for prompt, reading, clip in zip(prompts, readings, clips, strict=True):
-            self.wrong += [(line, clip) for line in mistakes([reading], [prompt])]
+        self.note_mistakes(readings, prompts, clips)
         return readings, clips
 
-    def check(self, name: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
-        """Notes a score and whether it is where it must be."""
-        passed = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
-        bound = f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}"
-        self.checks.append({"name": name, "value": round(float(value), 3), "must_be": bound, "passed": passed})
-        print(f"{'ok  ' if passed else 'LOW ' if at_least is not None else 'HIGH'} {name}: {value:.4g} ({bound})",
-              flush=True)
 
-    def passed(self) -> bool:
-        return all(check["passed"] for check in self.checks)
-
-
-def evaluate(evaluation: Evaluation, names: Sequence[str], out: Path | None) -> None:
-    """Runs the measures of these names and writes scores.json and the sheets to `out`."""
-    for name in names:
-        print(f"-- {name}: {MEASURES[name].__doc__.splitlines()[0]}", flush=True)
-        sheet = MEASURES[name](evaluation)
-        if out is not None and sheet:
-            contact_sheet([clip for _, clip in sheet], [label for label, _ in sheet], out / f"sheet_{name}.png")
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            report = {"steps": STEPS, "guidance_scale": GUIDANCE_SCALE, "text_length": TEXT_LENGTH,
-                      "scores": evaluation.scores, "checks": evaluation.checks,
-                      "mistakes": [line for line, _ in evaluation.wrong]}
-            (out / "scores.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    if out is not None and evaluation.wrong:
-        worst = evaluation.wrong[:16]
-        contact_sheet([clip for _, clip in worst], [line for line, _ in worst], out / "sheet_mistakes.png", columns=8)
+def evaluate(evaluation: Evaluation, names: Sequence[str], out: Path | None) -> int:
+    """Runs the measures of these names and writes scores.json and the sheets to `out`; 0 if all scores are reached."""
+    how = {"steps": STEPS, "guidance_scale": GUIDANCE_SCALE, "text_length": TEXT_LENGTH}
+    return run_measures(evaluation, MEASURES, names, how, out)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -128,14 +100,11 @@ def main(arguments: list[str] | None = None) -> int:
         options.folder, dtype=DTYPES[options.dtype], device=options.device, progress=False
     )
     evaluation = Evaluation(
-        resolve_folder(options.folder), pipeline, options.batch_size, max_prompts=8 if options.quick else None
+        folder=resolve_folder(options.folder), pipeline=pipeline, batch_size=options.batch_size,
+        max_prompts=8 if options.quick else None,
     )
-    evaluate(evaluation, options.only or (["quick"] if options.quick else [n for n in MEASURES if n != "quick"]),
-             options.out)
-    for line, _ in evaluation.wrong:
-        print(f"wrong: {line}")
-    print("all scores reached" if evaluation.passed() else "some scores were not reached")
-    return 0 if evaluation.passed() else 1
+    every = [name for name in MEASURES if name != "quick"]
+    return evaluate(evaluation, options.only or (["quick"] if options.quick else every), options.out)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ Training then never waits for them.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .captions import caption, make_tokenizer
-from .clips import draw, plain_clip, random_clip
+from .clips import draw, random_clip
 from .combinations import held_out_combinations
 from .run_folder import Deadline, RunFolder
 from .settings import Settings
@@ -21,7 +22,7 @@ from .vae_stage import load_vae
 class LatentsPlan:
     """A set of latents: the name of its state, how many clips, and how often a shape spins in them.
 
-    A share `plain` of the clips has the empty caption alone, and shows what the empty prompt stands for.
+    A share `plain` of the clips has one shape and the empty caption alone.
     """
 
     name: str
@@ -65,57 +66,71 @@ def encode_chunk(
     clips = [random_clip(rng, *size, held_out, spinning=plan.spinning)
              for _ in range(settings.clips_per_chunk - num_plain)]
     texts = [caption(rng, clip) for clip in clips for _ in range(settings.captions_per_clip)]
-    clips += [plain_clip(rng, *size, held_out) for _ in range(num_plain)]
+    clips += [random_clip(rng, *size, held_out, two_shapes=0.0, spinning=plan.spinning) for _ in range(num_plain)]
     texts += [""] * (num_plain * settings.captions_per_clip)
-    frames = draw(clips, device)
+    ids = tokenise(tokenizer, texts, settings.text_slots).view(len(clips), settings.captions_per_clip, -1)
+    return scaled_latents(vae, draw(clips, device)), ids.to(device)
+
+
+def scaled_latents(vae, frames: Tensor) -> Tensor:
+    """Latents bf16 [clips, C, F, h, w] of frames, scaled as the transformer takes them."""
+    device = frames.device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         if device.type == "cuda":
             frames = frames.contiguous(memory_format=torch.channels_last_3d)
         latents = vae.quant_conv(vae.encoder(frames)).float().chunk(2, dim=1)[0]
     mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1, 1)
                  for values in (vae.config.latents_mean, vae.config.latents_std))
-    ids = tokenise(tokenizer, texts, settings.text_slots).view(len(clips), settings.captions_per_clip, -1)
-    return ((latents - mean) / std).to(torch.bfloat16), ids.to(device)
+    return ((latents - mean) / std).to(torch.bfloat16)
 
 
 def cache_latents(run: RunFolder, device: torch.device, limit_s: float) -> bool:
     """The first round's latents; True when all are there."""
-    return _cache(run, first_latents(run.settings), device, limit_s)
+    return _cache_plan(run, first_latents(run.settings), device, limit_s)
 
 
 def cache_refining_latents(run: RunFolder, device: torch.device, limit_s: float) -> bool:
     """The second round's latents; True when all are there."""
-    return _cache(run, refining_latents(run.settings), device, limit_s)
+    return _cache_plan(run, refining_latents(run.settings), device, limit_s)
 
 
-def _cache(run: RunFolder, plan: LatentsPlan, device: torch.device, limit_s: float) -> bool:
-    """Encodes the chunks that are not there yet."""
-    settings, deadline = run.settings, Deadline(limit_s)
-    state = run.load(plan.name) or {"chunks": [], "done": False}
+def _cache_plan(run: RunFolder, plan: LatentsPlan, device: torch.device, limit_s: float) -> bool:
+    def encode(index: int, vae, tokenizer) -> tuple[Tensor, ...]:
+        return encode_chunk(run.settings, plan, index, vae, tokenizer, device)
+
+    return cache_chunks(run, plan.name, plan.clips, run.settings.clips_per_chunk, encode, device, limit_s)
+
+
+def cache_chunks(
+    run: RunFolder, name: str, clips: int, clips_per_chunk: int, encode: Callable[..., tuple[Tensor, ...]],
+    device: torch.device, limit_s: float,
+) -> bool:
+    """Makes the chunks that are not there yet by encode(index, vae, tokenizer); True when there are `clips` clips."""
+    deadline = Deadline(limit_s)
+    state = run.load(name) or {"chunks": [], "done": False}
     if state["done"]:
         return True
     vae, tokenizer = load_vae(run, device), make_tokenizer()
     chunks = state["chunks"]
-    wanted = -(-plan.clips // settings.clips_per_chunk)
+    wanted = -(-clips // clips_per_chunk)
     while len(chunks) < wanted and not deadline.over():
-        latents, ids = encode_chunk(settings, plan, len(chunks), vae, tokenizer, device)
-        chunks.append((latents, ids))  # left on the device: a copy here would wait for it
+        chunks.append(encode(len(chunks), vae, tokenizer))  # left on the device: a copy here would wait for it
         if len(chunks) % 16 == 0 and device.type == "cuda":
             torch.cuda.synchronize()  # chunks are queued ahead of the device; the deadline is for the device
         if len(chunks) % 64 == 0:
-            run.log(f"{plan.name}: {len(chunks) * settings.clips_per_chunk} clips")
+            run.log(f"{name}: {len(chunks) * clips_per_chunk} clips")
     done = len(chunks) >= wanted
-    run.save(plan.name, {"chunks": [(latents.cpu(), ids.cpu()) for latents, ids in chunks], "done": done})
-    run.log(f"{plan.name}: {'finished' if done else 'stopped'} at {len(chunks) * settings.clips_per_chunk} clips")
+    run.save(name, {"chunks": [tuple(part.cpu() for part in chunk) for chunk in chunks], "done": done})
+    run.log(f"{name}: {'finished' if done else 'stopped'} at {len(chunks) * clips_per_chunk} clips")
     return done
 
 
-def load_latents(run: RunFolder, name: str, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Per clip size, all latents [clips, C, F, h, w] and caption ids [clips, captions, slots], on the device."""
-    by_size: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-    for latents, ids in run.finished(name)["chunks"]:
-        by_size.setdefault(tuple(latents.shape[2:]), []).append((latents, ids))
+def load_latents(run: RunFolder, name: str, device: torch.device) -> list[tuple[Tensor, ...]]:
+    """Per clip size, all latents [clips, C, F, h, w] and what belongs to them, first caption ids, on the device."""
+    by_size: dict[tuple[int, ...], list[tuple[Tensor, ...]]] = {}
+    for chunk in run.finished(name)["chunks"]:
+        by_size.setdefault(tuple(chunk[0].shape[2:]), []).append(chunk)
     return [
-        (torch.cat([latents for latents, _ in group]).to(device), torch.cat([ids for _, ids in group]).to(device))
-        for _, group in sorted(by_size.items())
+        tuple(torch.cat(parts).to(device) for parts in zip(*chunks, strict=True))
+        for _, chunks in sorted(by_size.items())
     ]

@@ -15,6 +15,7 @@ from visual_gen.pipelines.cpu_conv import OneDnnConv3d, channels_innermost
 
 from .clips import clip_for, draw
 from .combinations import Prompt
+from .scorecard import Rows
 from .scores import chance_share, read_clip, right_share
 
 SIZES = {
@@ -26,7 +27,6 @@ SIZES = {
     "49 frames of 128x128": {"num_frames": 49, "height": 128, "width": 128},
 }
 PROMPTS_PER_SIZE = 32
-Rows = list[tuple[str, Tensor]]
 
 
 def real_clip(prompt: Prompt, num_frames: int = 33, height: int = 96, width: int = 96) -> Tensor:
@@ -57,7 +57,7 @@ def through_vae(folder, frames: Tensor) -> Tensor:
         return vae.decode(vae.encode(frames).latent_dist.mode()).sample.clamp(-1, 1)
 
 
-def _shape_overlap(readings, prompts: Sequence[Prompt]) -> float:
+def shape_overlap(readings, prompts: Sequence[Prompt]) -> float:
     """Mean over clips of the overlap with the template of the shape that was asked for."""
     overlaps = [reading.iou_of[prompt.shape] if reading.iou_of else 0.0
                 for reading, prompt in zip(readings, prompts, strict=True)]
@@ -105,7 +105,7 @@ def _adherence(evaluation, name: str, needed: dict[str, float]) -> Rows:
     prompts = evaluation.prompts(name)
     readings, clips = evaluation.read(prompts, label=name)
     share = right_share(readings, prompts)
-    evaluation.scores[name] = share | {"template_iou": round(_shape_overlap(readings, prompts), 3)}
+    evaluation.scores[name] = share | {"template_iou": round(shape_overlap(readings, prompts), 3)}
     for attribute, at_least in needed.items():
         if attribute in share:
             evaluation.check(f"{name}: {attribute}", share[attribute], at_least=at_least)
@@ -146,7 +146,7 @@ def spinning(evaluation) -> Rows:
     prompts = evaluation.prompts("spinning")
     readings, clips = evaluation.read(prompts, label="spinning")
     real = [read_clip(shown(through_vae(evaluation.folder, real_clip(prompt)))) for prompt in prompts]
-    made, best = _shape_overlap(readings, prompts), _shape_overlap(real, prompts)
+    made, best = shape_overlap(readings, prompts), shape_overlap(real, prompts)
     evaluation.scores["spinning"] = right_share(readings, prompts) | {
         "template_iou": round(made, 3), "template_iou of real clips through the VAE": round(best, 3)}
     evaluation.check("spinning: template IoU over that of real clips through the VAE", made / best, at_least=0.9)
@@ -192,7 +192,7 @@ def guidance(evaluation) -> Rows:
     for scale in (1.0, 4.0):
         clips = evaluation.generate(prompts, guidance_scale=scale, label=f"guidance {scale:g}")
         readings = [read_clip(clip) for clip in clips]
-        shares[scale] = right_share(readings, prompts) | {"template_iou": round(_shape_overlap(readings, prompts), 3)}
+        shares[scale] = right_share(readings, prompts) | {"template_iou": round(shape_overlap(readings, prompts), 3)}
         rows += _rows(prompts, clips, 4)
     evaluation.scores["guidance"] = {f"{scale:g}": share for scale, share in shares.items()}
     evaluation.check("guidance 4: all right more than at guidance 1", shares[4.0]["all"] - shares[1.0]["all"],

@@ -10,13 +10,13 @@ from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
 from .captions import make_tokenizer, vocabulary
-from .settings import Settings
+from .settings import ModelSettings
 
 FLOW_SHIFT = 3.0
 MAX_SHARD_SIZE = "13MB"
 
 
-def make_vae(settings: Settings) -> AutoencoderKLWan:
+def make_vae(settings: ModelSettings) -> AutoencoderKLWan:
     """Wan's VAE, small: 8 times smaller in space, 4 times in time after the first frame."""
     channels = settings.latent_channels
     vae = AutoencoderKLWan(
@@ -57,7 +57,7 @@ def _start_vae(vae: AutoencoderKLWan) -> None:
     vae.quant_conv.bias[channels:].fill_(-6.0)
 
 
-def make_text_encoder(settings: Settings) -> UMT5EncoderModel:
+def make_text_encoder(settings: ModelSettings) -> UMT5EncoderModel:
     vocabulary_rows = -(-len(vocabulary()) // 32) * 32
     return UMT5EncoderModel(
         UMT5Config(
@@ -80,7 +80,7 @@ def make_text_encoder(settings: Settings) -> UMT5EncoderModel:
     )
 
 
-def make_transformer(settings: Settings) -> WanTransformer3DModel:
+def make_transformer(settings: ModelSettings) -> WanTransformer3DModel:
     transformer = WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=settings.heads,
@@ -137,27 +137,23 @@ def _half(module: nn.Module, made: nn.Module) -> nn.Module:
     return made
 
 
-def save_pipeline(
-    folder: Path,
-    settings: Settings,
-    vae: AutoencoderKLWan,
-    text_encoder: UMT5EncoderModel,
-    transformer: WanTransformer3DModel,
-) -> int:
-    """Writes the fp16 diffusers folder, the transformer in shards, and returns its size in bytes."""
-    half_vae = _half(vae, make_vae(settings))
-    half_vae.register_to_config(latents_mean=vae.config.latents_mean, latents_std=vae.config.latents_std)
-    half_vae.save_pretrained(folder / "vae")
+def save_text_and_transformer(
+    folder: Path, settings: ModelSettings, text_encoder: UMT5EncoderModel, transformer: WanTransformer3DModel
+) -> None:
+    """Writes the folders of these two parts in fp16, the transformer in shards."""
     half_text = _half(text_encoder, make_text_encoder(settings))
     half_text.config.dtype = torch.float16
     half_text.save_pretrained(folder / "text_encoder")
     _half(transformer, make_transformer(settings)).save_pretrained(
         folder / "transformer", max_shard_size=MAX_SHARD_SIZE
     )
-    make_tokenizer().save_pretrained(folder / "tokenizer")
-    UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT, num_train_timesteps=1000
-    ).save_pretrained(folder / "scheduler")
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def save_model_index(folder: Path) -> None:
     index = {
         "_class_name": "WanPipeline",
         "_diffusers_version": "0.42.1",
@@ -171,4 +167,23 @@ def save_pipeline(
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def save_pipeline(
+    folder: Path,
+    settings: ModelSettings,
+    vae: AutoencoderKLWan,
+    text_encoder: UMT5EncoderModel,
+    transformer: WanTransformer3DModel,
+) -> int:
+    """Writes the fp16 diffusers folder and returns its size in bytes."""
+    half_vae = _half(vae, make_vae(settings))
+    half_vae.register_to_config(latents_mean=vae.config.latents_mean, latents_std=vae.config.latents_std)
+    half_vae.save_pretrained(folder / "vae")
+    save_text_and_transformer(folder, settings, text_encoder, transformer)
+    make_tokenizer().save_pretrained(folder / "tokenizer")
+    UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT, num_train_timesteps=1000
+    ).save_pretrained(folder / "scheduler")
+    save_model_index(folder)
+    return folder_bytes(folder)

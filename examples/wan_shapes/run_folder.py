@@ -6,33 +6,33 @@ from pathlib import Path
 
 import torch
 
-from .settings import Settings
+from .settings import ModelSettings
 
 
 def _tuples(value):
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def settings_from(fields: dict) -> Settings:
-    """Settings out of what `Settings.as_json` gave, through JSON; ValueError names a field that there is not."""
-    unknown = sorted(set(fields) - set(Settings().as_json()))
+def settings_from(fields: dict, kind: type[ModelSettings]) -> ModelSettings:
+    """Settings out of what `as_json` gave, through JSON; ValueError names a field that `kind` does not have."""
+    unknown = sorted(set(fields) - set(kind().as_json()))
     if unknown:
         raise ValueError(f"no such setting: {', '.join(unknown)}")
-    return Settings(**{name: _tuples(value) for name, value in fields.items()})
+    return kind(**{name: _tuples(value) for name, value in fields.items()})
 
 
 class RunFolder:
     """Made once with `settings`; opened again, it keeps the settings that it was made with."""
 
-    def __init__(self, path: Path, settings: Settings, changes: dict | None = None) -> None:
+    def __init__(self, path: Path, settings: ModelSettings, changes: dict | None = None) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self._started = time.monotonic()
         settings_file = self.path / "settings.json"
         if settings_file.exists():
-            settings = settings_from(json.loads(settings_file.read_text()))
+            settings = settings_from(json.loads(settings_file.read_text()), type(settings))
         if changes:
-            settings = settings_from(settings.as_json() | changes)
+            settings = settings_from(settings.as_json() | changes, type(settings))
             self.log(f"settings changed: {json.dumps(changes)}")
         self.settings = settings
         settings_file.write_text(json.dumps(settings.as_json(), indent=2) + "\n")

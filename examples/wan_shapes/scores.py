@@ -112,8 +112,31 @@ def _motion(x: torch.Tensor, y: torch.Tensor, area: torch.Tensor, turned: float)
     return "spinning" if abs(turned) > 20 else "still"
 
 
-def read_clip(frames: torch.Tensor) -> Reading:
-    """What a clip [frames, height, width, 3] in 0..1 shows; raises ValueError on another shape or on NaN."""
+def _centred_on_the_shape(frames: torch.Tensor, marked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Frames of a world that wraps, each rolled so that its marked pixels lie around the middle, and where the rolled
+    frames' upper left corners are in that world, [frames, 2] as (y, x) in pixels."""
+    corners = []
+    for size, along in zip(marked.shape[1:], (2, 1), strict=True):
+        angle = (torch.arange(size) + 0.5) / size * 2 * math.pi
+        weight = marked.sum(along).float()
+        middle = torch.atan2(weight @ angle.sin(), weight @ angle.cos()) / (2 * math.pi) * size
+        corners.append((middle - size / 2).round().int())
+    corner = torch.stack(corners, 1)
+    rolled = [torch.roll(frame, tuple((-at).tolist()), (0, 1)) for frame, at in zip(frames, corner, strict=True)]
+    return torch.stack(rolled), corner
+
+
+def _unwrapped(path: torch.Tensor, size: int) -> torch.Tensor:
+    """A path in a world of `size` that wraps, by its shortest steps."""
+    steps = torch.remainder(path.diff() + size / 2, size) - size / 2
+    return torch.cat([path[:1], path[0] + steps.cumsum(0)])
+
+
+def read_clip(frames: torch.Tensor, wraps: bool = False) -> Reading:
+    """What a clip [frames, height, width, 3] in 0..1 shows; raises ValueError on another shape or on NaN.
+
+    In a world that `wraps`, the shape may lie across the border, and its way is followed over it.
+    """
     frames = torch.as_tensor(frames).float().cpu()
     if frames.ndim != 4 or frames.shape[-1] != 3:
         raise ValueError(f"expected frames [frames, height, width, 3], got {tuple(frames.shape)}")
@@ -122,6 +145,10 @@ def read_clip(frames: torch.Tensor) -> Reading:
     num_frames, height, width, _ = frames.shape
     background_rgb = _border_colour(frames)
     background = _nearest(background_rgb, BACKGROUNDS)
+    marked = (frames - background_rgb).abs().amax(-1) > 0.2
+    corner = torch.zeros(num_frames, 2)
+    if wraps:
+        frames, corner = _centred_on_the_shape(frames, marked)
     away = frames - background_rgb
     marked = away.abs().amax(-1) > 0.2
     shown = marked.sum((1, 2)) > MIN_PIXELS
@@ -144,6 +171,8 @@ def read_clip(frames: torch.Tensor) -> Reading:
     iou_of = {shape: float(overlaps.amax(1).mean()) for shape, overlaps in ious.items()}
     shape = max(iou_of, key=iou_of.get)
     turned = _turned(ious[shape], SYMMETRY_DEGREES[shape])
+    if wraps:
+        x, y = _unwrapped(x + corner[shown, 1], width), _unwrapped(y + corner[shown, 0], height)
     short = min(height, width)
     return Reading(
         colour=_nearest(rgb, COLOURS),

@@ -6,8 +6,8 @@ Size = tuple[int, int, int]  # frames, height, width in pixels
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Defaults are the run that made the shipped weights; `TOY` is the same code in seconds on a CPU."""
+class ModelSettings:
+    """What every run of this model has in common."""
 
     seed: int = 0
 
@@ -19,6 +19,17 @@ class Settings:
     head_dim: int = 64
     layers: int = 8
     ffn_dim: int = 1024
+    text_slots: int = 48
+    text_lengths: tuple[int, ...] = (64, 64, 128, 226, 256, 512)
+    weight_decay: float = 0.01
+
+    def as_json(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Settings(ModelSettings):
+    """Defaults are the run that made the shipped weights; `TOY` is the same code in seconds on a CPU."""
 
     # VAE: first small crops, then larger and longer ones.
     vae_pool_clips: int = 1536  # of each size in `sizes` with 33 frames
@@ -50,22 +61,17 @@ class Settings:
     decay_share: float = 0.35  # of the steps, at the end, over which the learning rate goes to zero
     learning_rate: float = 1e-3
     warmup_steps: int = 200
-    weight_decay: float = 0.01
     ema_decay: float = 0.999
     empty_captions: float = 0.1
     shorter_clips: float = 0.25  # share of steps with the last 8 frames cut off clips that are not the shortest
-    # A second, shorter round, on what the first learns last: outlines at every angle, and the empty prompt.
+    # A second, shorter round, on what the first learns last: outlines at every angle.
     refine_clips: int = 20480
     refine_spinning: float = 0.6  # share of shapes that spin, besides those that happen to
-    refine_plain: float = 0.2  # share of clips for the empty prompt, which no other clip stands for in this round
+    refine_plain: float = 0.0  # share of clips of one shape for the empty caption
+    refine_empty_captions: float = 0.1  # of the other clips
     refine_steps: int = 2600
     refine_learning_rate: float = 6e-4
     refine_decay_share: float = 0.8
-    text_slots: int = 48
-    text_lengths: tuple[int, ...] = (64, 64, 128, 226, 256, 512)
-
-    def as_json(self) -> dict:
-        return asdict(self)
 
 
 TOY = Settings(
@@ -95,6 +101,7 @@ TOY = Settings(
     tokens_per_step=64,
     transformer_steps=8,
     refine_clips=8,
+    refine_plain=0.25,
     refine_steps=4,
     warmup_steps=2,
 )

@@ -12,7 +12,7 @@ from .latents_stage import load_latents, tokenise
 from .models import FLOW_SHIFT, make_text_encoder, make_transformer
 from .muon import Muon
 from .run_folder import Deadline, RunFolder
-from .settings import Settings
+from .settings import ModelSettings, Settings
 from .training_forward import TrainingForward, encode_text, padding_bias
 
 LOG_EVERY = 250
@@ -30,17 +30,19 @@ class Round:
     learning_rate: float
     warmup_steps: int
     decay_share: float
+    ema_decay: float
     empty_captions: float  # share of the clips whose caption is left out
 
 
 def first_round(settings: Settings) -> Round:
     return Round("transformer", None, "latents", settings.transformer_steps, settings.learning_rate,
-                 settings.warmup_steps, settings.decay_share, settings.empty_captions)
+                 settings.warmup_steps, settings.decay_share, settings.ema_decay, settings.empty_captions)
 
 
 def refining_round(settings: Settings) -> Round:
     return Round("refine", "transformer", "refine_latents", settings.refine_steps, settings.refine_learning_rate,
-                 settings.warmup_steps, settings.refine_decay_share, 0.0)
+                 settings.warmup_steps, settings.refine_decay_share, settings.ema_decay,
+                 settings.refine_empty_captions)
 
 
 def learning_rate_at(plan: Round, step: int) -> float:
@@ -64,7 +66,7 @@ def draw_noise_levels(batch: int, generator: torch.Generator) -> Tensor:
 class TransformerTrainer:
     """Transformer, text encoder, their moving averages and optimisers, for one round."""
 
-    def __init__(self, settings: Settings, plan: Round, device: torch.device) -> None:
+    def __init__(self, settings: ModelSettings, plan: Round, device: torch.device) -> None:
         self.settings, self.plan, self.device = settings, plan, device
         self.transformer = make_transformer(settings).to(device)
         self.text_encoder = make_text_encoder(settings).to(device)
@@ -75,7 +77,7 @@ class TransformerTrainer:
         self.averages = [parameter.detach().clone() for parameter in self.parameters]
         matrices = [parameter for parameter in self.transformer.blocks.parameters() if parameter.ndim == 2]
         of_muon = {id(parameter) for parameter in matrices}
-        self.learning_rate = torch.tensor(settings.learning_rate, device=device)
+        self.learning_rate = torch.tensor(plan.learning_rate, device=device)
         self.muon = Muon(matrices, self.learning_rate, weight_decay=settings.weight_decay)
         self.adamw = torch.optim.AdamW(
             [parameter for parameter in self.parameters if id(parameter) not in of_muon], lr=self.learning_rate,
@@ -85,6 +87,9 @@ class TransformerTrainer:
         self.text_lengths = torch.tensor(settings.text_lengths, device=device)
         self.generator = torch.Generator(device)
         self.steps = 0
+
+    def compile(self) -> None:
+        self.forward.compile()
 
     def state(self) -> dict:
         return {
@@ -142,50 +147,62 @@ class TransformerTrainer:
         bias = padding_bias(text_lens, self.text_lengths[pick], settings.text_slots, self.dtype)
         velocity = self.forward(torch.lerp(latents, noise, share), level * 1000, text, bias)
         losses = (velocity - (noise - latents)).square().mean((1, 2, 3, 4))
-        losses.mean().backward()
+        self.descend(losses.mean())
+        return losses.detach(), level
+
+    def descend(self, loss: Tensor) -> None:
+        """Optimisers and averages by one step down `loss`."""
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.adamw.step()
         self.muon.step()
         self.adamw.zero_grad(set_to_none=True)
         self.transformer.zero_grad(set_to_none=True)
         # A short average at first, so that the random start is soon forgotten.
-        decay = min(settings.ema_decay, (1 + self.steps) / (10 + self.steps))
+        decay = min(self.plan.ema_decay, (1 + self.steps) / (10 + self.steps))
         with torch.no_grad():
             torch._foreach_lerp_(self.averages, self.parameters, 1 - decay)
         self.steps += 1
-        return losses.detach(), level
 
 
 def train_transformer(run: RunFolder, device: torch.device, limit_s: float) -> bool:
     """The first round, on everything that clips can show; True when it is finished."""
-    return _train(run, first_round(run.settings), device, limit_s)
+    return train_round(run, TransformerTrainer, first_round(run.settings), device, limit_s)
 
 
 def refine_transformer(run: RunFolder, device: torch.device, limit_s: float) -> bool:
     """The second round, from the averages of the first; True when it is finished."""
-    return _train(run, refining_round(run.settings), device, limit_s)
+    return train_round(run, TransformerTrainer, refining_round(run.settings), device, limit_s)
 
 
-def _train(run: RunFolder, plan: Round, device: torch.device, limit_s: float) -> bool:
+def train_round(
+    run: RunFolder, kind: type[TransformerTrainer], plan: Round, device: torch.device, limit_s: float
+) -> bool:
     """Trains until the steps are done or the time is up; True when the round is finished."""
     settings, deadline = run.settings, Deadline(limit_s)
     state = run.load(plan.name, device)
     if state is not None and state["done"]:
         return True
     torch.manual_seed(settings.seed + 1)
-    trainer = TransformerTrainer(settings, plan, device)
+    trainer = kind(settings, plan, device)
+    if plan.starts_from is not None:
+        trainer.start_from(run.finished(plan.starts_from)["averages"])
     if state is not None:
         trainer.load(state)
         run.log(f"{plan.name}: going on from step {trainer.steps}")
-    elif plan.starts_from is not None:
-        trainer.start_from(run.finished(plan.starts_from)["averages"])
     cache = load_latents(run, plan.latents, device)
     run.log(f"{plan.name}: clips of latent size " + ", ".join(
-        f"{'×'.join(map(str, latents.shape[2:]))}: {len(latents)}" for latents, _ in cache))
+        f"{'×'.join(map(str, parts[0].shape[2:]))}: {len(parts[0])}" for parts in cache))
     if device.type == "cuda":
-        trainer.forward.compile()
+        trainer.compile()
     sums = torch.zeros(2, NOISE_BINS, device=device)
     timed_from, timed_steps = None, 0
+
+    def rate() -> float:
+        """Steps a second since the first, which is the slow one."""
+        seconds = 0.0 if timed_from is None else time.monotonic() - timed_from
+        return (trainer.steps - timed_steps) / max(seconds, 1e-9)
+
     while trainer.steps < plan.steps and not deadline.over():
         trainer.learning_rate.fill_(learning_rate_at(plan, trainer.steps))
         losses, level = trainer.learn(*trainer.batch(cache))
@@ -198,15 +215,15 @@ def _train(run: RunFolder, plan: Round, device: torch.device, limit_s: float) ->
             timed_from, timed_steps = time.monotonic(), trainer.steps
         if trainer.steps % LOG_EVERY == 0 or trainer.steps == plan.steps:
             by_level = " ".join(f"{value:.3f}" for value in (sums[0] / sums[1].clamp(min=1)).tolist())
-            rate = (trainer.steps - timed_steps) / max(time.monotonic() - timed_from, 1e-9)
             run.log(f"{plan.name}: step {trainer.steps}, loss {float(sums[0].sum() / sums[1].sum()):.4f}, from little "
-                    f"to much noise {by_level}, {rate:.2f} steps/s")
+                    f"to much noise {by_level}, {rate():.2f} steps/s")
             sums.zero_()
         if trainer.steps % 20 == 0 and device.type == "cuda":
             torch.cuda.synchronize()  # steps are queued ahead of the device; the deadline is for the device
         if deadline.save_due():
             run.save(plan.name, trainer.state() | {"done": False})
-    done = trainer.steps >= plan.steps
+    done, last_rate = trainer.steps >= plan.steps, rate()
     run.save(plan.name, trainer.state() | {"done": done})
-    run.log(f"{plan.name}: {'finished' if done else 'stopped'} at step {trainer.steps} of {plan.steps}")
+    run.log(f"{plan.name}: {'finished' if done else 'stopped'} at step {trainer.steps} of {plan.steps}"
+            + ("" if done else f", {last_rate:.2f} steps/s"))
     return done

@@ -41,9 +41,9 @@ def output_files(config: RunConfig) -> list[Path]:
 
 
 def refuse_what_cannot_generate(config: RunConfig) -> None:
-    """Raises ConfigError on a preset that is unknown, contradicts the folder, or names a model that is not served.
-    What no preset tells, the folder's own files do when the pipeline opens it. Raises it on causal settings too, which
-    a whole video would not follow."""
+    """Raises ConfigError on a preset that is unknown or contradicts the folder, and ValueError on images and settings
+    that its model cannot follow. What no preset tells, the folder's own files do when the pipeline opens it. Raises
+    ConfigError on causal settings too, which a whole video would not follow."""
     if config.causal is not None:
         raise ConfigError(
             "causal: generate makes whole videos at once; leave this section out, or make a stream of chunks from "
@@ -51,15 +51,12 @@ def refuse_what_cannot_generate(config: RunConfig) -> None:
         )
     if config.model.preset is None:
         return
-    from visual_gen.runtime.model import find_model, missing_to_generate
+    from visual_gen.runtime.model import check_settings, find_model
 
-    model = find_model(config)
-    missing = missing_to_generate(model) if model is not None else None
-    if missing:
-        raise ConfigError(
-            f"model.preset = {config.model.preset!r} cannot generate yet: {missing} is not written (`visual-gen plan` "
-            "works for it)"
-        )
+    model, generation = find_model(config), config.generation
+    if model is not None:
+        check_settings(model, config)
+        model.task.check_images(image=generation.image is not None, last_image=generation.last_image is not None)
 
 
 def refuse_what_does_not_fit(config: RunConfig) -> None:
@@ -86,6 +83,8 @@ def generate(config: RunConfig, files: list[Path]) -> None:
         "attention": config.attention,
         "scheduler": generation.scheduler,
         "flow_shift": generation.flow_shift,
+        "boundary_ratio": generation.boundary_ratio,
+        "offload": config.offload,
     }
     call = {
         "prompt": list(generation.prompts),
@@ -95,6 +94,9 @@ def generate(config: RunConfig, files: list[Path]) -> None:
         "num_frames": generation.num_frames,
         "num_inference_steps": generation.num_inference_steps,
         "guidance_scale": generation.guidance_scale,
+        "guidance_scale_2": generation.guidance_scale_2,
+        "image": generation.image,
+        "last_image": generation.last_image,
         "max_sequence_length": generation.max_sequence_length,
         "cfg": generation.cfg,
     }
@@ -105,8 +107,8 @@ def generate(config: RunConfig, files: list[Path]) -> None:
     from visual_gen.pipelines.lora import check_loras
 
     WanPipeline.check(config.model.path, settings, call)
-    check_loras(config.model.path, config.lora)
     refuse_what_does_not_fit(config)
+    check_loras(config.model.path, config.lora)
     pipeline = WanPipeline.from_pretrained(config.model.path, **settings)
     for lora in config.lora:
         pipeline.load_lora(lora.file, name=lora.path, scale=lora.scale, transformer=lora.transformer)

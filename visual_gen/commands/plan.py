@@ -14,6 +14,7 @@ MEMORY_ROWS = {
     "weights": "transformer weights",
     "text_encoder": "text encoder weights",
     "vae": "VAE weights",
+    "image_encoder": "image encoder weights",
     "text_kv": "text keys and values",
 }
 

@@ -9,10 +9,16 @@ from visual_gen.config import Override, RunConfig, load_config
 
 def config_from_arguments(arguments: argparse.Namespace) -> RunConfig:
     """Raises FileNotFoundError and ConfigError, like `load_config`."""
-    options = {"prompt": "generation.prompt", "seed": "generation.seed", "output": "output.path"}
+    options = {
+        "prompt": "generation.prompt",
+        "image": "generation.image",
+        "last_image": "generation.last_image",
+        "seed": "generation.seed",
+        "output": "output.path",
+    }
     overrides: list[str | Override] = list(arguments.overrides)
     for option, key in options.items():
         value = getattr(arguments, option, None)
         if value is not None:
-            overrides.append(Override(key, value, f"--{option}"))
+            overrides.append(Override(key, value, f"--{option.replace('_', '-')}"))
     return load_config(arguments.config, overrides)

@@ -1,7 +1,8 @@
-"""The parts of a Wan text-to-video pipeline, checked against one another and loaded from a diffusers-format folder."""
+"""The parts of a Wan pipeline, loaded from a folder of either layout."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,120 +10,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
+from transformers import (
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 from visual_gen.checkpoint import CheckpointError, WeightFiles, read_json
 from visual_gen.models.wan import WanTransformer
-from visual_gen.models.wan.layouts import (
-    LOOKED_FOR,
-    is_authors_folder,
-    open_weights,
-    part_folder,
-    read_config,
-    read_index,
-)
+from visual_gen.models.wan.layouts import open_weights, part_folder, read_config
 from visual_gen.pipelines.cpu_conv import channels_innermost
+from visual_gen.pipelines.experts import Experts
+from visual_gen.pipelines.folder import FolderFacts
 from visual_gen.pipelines.vae_config import empty_vae
-
-_NOT_SERVED = {
-    "WanImageToVideoPipeline": "Wan image-to-video, which this pipeline does not serve yet",
-    "WanVideoToVideoPipeline": "Wan video-to-video, which this pipeline does not serve",
-    "WanVACEPipeline": "Wan VACE (editing), which this pipeline does not serve",
-    "WanAnimatePipeline": "Wan Animate, which this pipeline does not serve",
-}
-_COMPONENT_CLASSES = {
-    "text_encoder": ("UMT5EncoderModel",),
-    "transformer": ("WanTransformer3DModel",),
-    "vae": ("AutoencoderKLWan",),
-}
 
 
 @dataclass(frozen=True)
 class Components:
-    """What `load_components` loads. `transformer` is a WanTransformer, `text_encoder` transformers' UMT5EncoderModel,
-    `vae` diffusers' AutoencoderKLWan."""
+    """What `load_components` loads. `experts` holds one WanTransformer or two, `text_encoder` is transformers'
+    UMT5EncoderModel, `vae` diffusers' AutoencoderKLWan; `image_encoder`, transformers' CLIPVisionModel, and
+    `image_processor` are there where the transformer looks at image tokens."""
 
     tokenizer: Any
     text_encoder: torch.nn.Module
-    transformer: torch.nn.Module
+    experts: Experts
     vae: torch.nn.Module
-
-
-def check_model_index(folder: Path) -> None:
-    """Raise CheckpointError unless `folder`/model_index.json describes a pipeline that WanPipeline serves."""
-    path = folder / "model_index.json"
-    if not path.exists() and not is_authors_folder(folder):
-        beside = read_json(folder / "config.json").get("_class_name") if (folder / "config.json").exists() else None
-        found = f"; it holds a lone {beside}, so give the folder above it" if beside else ""
-        raise CheckpointError(
-            f"{path} is missing, and {folder} has neither diffusers' layout nor that of Wan's authors{found}: give a "
-            f"folder with {LOOKED_FOR}"
-        )
-    index = read_index(folder)
-    class_name = index.get("_class_name")
-    if class_name != "WanPipeline":
-        kind = _NOT_SERVED.get(class_name, f"a {class_name}, which is not a Wan text-to-video pipeline")
-        raise CheckpointError(
-            f"{path} has _class_name {class_name!r}: {kind}. WanPipeline serves folders of class 'WanPipeline' "
-            f"(Wan2.1-T2V-*-Diffusers, wan-shapes); diffusers.DiffusionPipeline.from_pretrained serves this one"
-        )
-    _refuse_wan22(folder, index)
-    for name, classes in _COMPONENT_CLASSES.items():
-        stored = _class_of(path, index, name)
-        if stored not in classes:
-            raise CheckpointError(f"{path} names {stored!r} as {name}; a Wan pipeline needs {' or '.join(classes)}")
-
-
-def _class_of(path: Path, index: dict, name: str) -> str | None:
-    entry = index.get(name) or [None, None]
-    if not (isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str | None) for part in entry)):
-        raise CheckpointError(f"{path} has {entry!r} as {name}; it must be a pair [library, class]: download it again")
-    return entry[1]
-
-
-def _refuse_wan22(folder: Path, index: dict) -> None:
-    path = folder / "model_index.json"
-    second = _class_of(path, index, "transformer_2") is not None or (folder / "transformer_2").is_dir()
-    if second or index.get("boundary_ratio") is not None:
-        why = "a second transformer" if second else f"boundary_ratio {index['boundary_ratio']}"
-        raise CheckpointError(
-            f"{path}: {folder} has {why} (two experts, as in Wan 2.2 A14B), which WanPipeline does not serve yet; "
-            "diffusers.WanPipeline does"
-        )
-    if index.get("expand_timesteps"):
-        raise CheckpointError(
-            f"{path} has expand_timesteps (one timestep per token, as in Wan 2.2 TI2V 5B), which WanPipeline does not "
-            "serve yet; diffusers.WanPipeline does"
-        )
-
-
-def check_geometry(folder: Path) -> None:
-    """Raise CheckpointError when a component's config is missing or the components' sizes do not fit one another."""
-    transformer, text, vae = (
-        read_config(folder / name) for name in ("transformer", "text_encoder", "vae")
-    )
-    where = folder / "transformer" / "config.json"
-    for name, config in (("transformer", transformer), ("vae", vae)):
-        stored = config.get("_class_name")
-        if stored not in _COMPONENT_CLASSES[name]:
-            raise CheckpointError(
-                f"{folder / name / 'config.json'} has _class_name {stored!r}; a Wan pipeline needs "
-                f"{_COMPONENT_CLASSES[name][0]!r}"
-            )
-    if transformer.get("image_dim") is not None or transformer.get("added_kv_proj_dim") is not None:
-        raise CheckpointError(f"{where} describes an image-to-video transformer, which WanPipeline does not serve yet")
-    pairs = (
-        ("text_dim", transformer.get("text_dim", 4096), "text_encoder's d_model", text.get("d_model")),
-        ("in_channels", transformer.get("in_channels", 16), "vae's z_dim", vae.get("z_dim", 16)),
-        ("out_channels", transformer.get("out_channels", 16), "vae's z_dim", vae.get("z_dim", 16)),
-    )
-    for key, value, other, other_value in pairs:
-        if value != other_value:
-            raise CheckpointError(
-                f"{where} has {key} {value}, but the {other} is {other_value}: these folders do not belong together; "
-                "download the checkpoint again"
-            )
-    empty_vae(folder / "vae")
+    image_processor: Any = None
+    image_encoder: torch.nn.Module | None = None
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Any:
@@ -209,6 +126,64 @@ def _text_encoder_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 and ".wo." in name else dtype
 
 
+def load_image_processor(folder: Path) -> CLIPImageProcessorPil:
+    """How images are cut to the image encoder's size. The one that works with PIL, so that a picture has the same
+    tokens on every machine: transformers' other takes torchvision, which rounds another way."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    if folder.is_dir() and any((folder / name).exists() for name in names):
+        make = functools.partial(CLIPImageProcessorPil.from_pretrained, folder, local_files_only=True)
+    else:  # the authors' image encoder tells it
+        make = functools.partial(CLIPImageProcessorPil.from_dict, read_config(folder, names[0]))
+    try:
+        return make()
+    except Exception as error:  # whatever transformers meets in values of another kind
+        raise CheckpointError(f"{folder} describes no image processor ({error}): download it again") from error
+
+
+def empty_image_encoder(folder: Path) -> CLIPVisionModel:
+    """The encoder of the part `folder` (see models.wan.layouts), on the meta device; CheckpointError if there is none.
+    """
+    settings = read_config(folder)
+    try:
+        config = CLIPVisionConfig.from_dict(settings.get("vision_config", settings))  # as a whole CLIP has it
+        with torch.device("meta"):
+            return CLIPVisionModel(config)
+    except Exception as error:  # whatever transformers meets in values of another kind
+        raise CheckpointError(
+            f"{folder / 'config.json'} describes no image encoder that can be made ({error}): download it again"
+        ) from error
+
+
+def load_image_encoder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """transformers' CLIPVisionModel with every tensor from the files, whose names are compared first, as those of the
+    text encoder are."""
+    weights = open_weights(folder)
+    encoder = empty_image_encoder(folder)
+    names = check_image_encoder(weights, encoder)
+    state = {
+        names[name]: tensor.to(device, dtype=dtype, copy=True) for name, tensor in weights.tensors() if name in names
+    }
+    encoder.load_state_dict(state, assign=True)
+    # No file has these numbers of the patches.
+    positions = torch.arange(encoder.embeddings.num_positions, device=device).expand((1, -1))
+    encoder.embeddings.register_buffer("position_ids", positions, persistent=False)
+    return encoder.requires_grad_(False).eval()
+
+
+def check_image_encoder(weights: WeightFiles, encoder: torch.nn.Module) -> dict[str, str]:
+    """The tensors in `weights` that make up `encoder`, and their names there. Raises CheckpointError listing every
+    missing, unexpected and wrongly shaped tensor."""
+    prefix = "vision_model."  # of published files; later transformers writes none
+    # One with a projection was saved, or the numbers of the patches, which are counted anew.
+    unused = ("visual_projection.weight", "embeddings.position_ids")
+    names = {name: name.removeprefix(prefix) for name in weights.shapes if name.removeprefix(prefix) not in unused}
+    shapes, dtypes = (
+        {new: found[name] for name, new in names.items()} for found in (weights.shapes, weights.dtypes)
+    )
+    WeightFiles(weights.files, shapes, dtypes).check_names_and_shapes(_shapes(encoder), "CLIPVisionModel")
+    return names
+
+
 def load_vae(folder: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """diffusers' AutoencoderKLWan with every tensor from the files, in `dtype` on `device`."""
     weights = open_weights(folder)
@@ -241,23 +216,41 @@ def _tied_names(model: torch.nn.Module) -> list[list[str]]:
 
 def load_components(
     folder: Path,
+    facts: FolderFacts,
     tokenizer: Any,
+    image_processor: Any,
     *,
     dtype: torch.dtype,
     vae_dtype: torch.dtype,
     device: torch.device,
     attention: Any,
+    boundary_timestep: float | None,
+    one_expert_on_device: bool,
     part: Callable[[str], AbstractContextManager[None]],
 ) -> Components:
-    """Check that no weight file is damaged, then load each part once, inside `part(name)`."""
-    for name in ("text_encoder", "transformer", "vae"):
-        open_weights(folder / name)
+    """Check that no weight file is damaged, then load each part once, inside `part(name)`; see `parts_of`."""
+    for name in parts_of(facts):
+        open_weights(folder / name.replace(" ", "_").lower())
     with part("text encoder"):
         text_encoder = load_text_encoder(folder / "text_encoder", dtype=dtype, device=device)
+    image_encoder = None
+    if facts.image_encoder:
+        with part("image encoder"):
+            image_encoder = load_image_encoder(folder / "image_encoder", dtype=dtype, device=device)
     with part("VAE"):
         vae = load_vae(folder / "vae", dtype=vae_dtype, device=device)
-    with part("transformer"):
-        transformer = WanTransformer.from_pretrained(
-            part_folder(folder / "transformer"), dtype=dtype, device=device, attention=attention
-        )
-    return Components(tokenizer, text_encoder, transformer, vae)
+
+    def load_transformer(name: str) -> WanTransformer:
+        with part(name.replace("_", " ")):
+            return WanTransformer.from_pretrained(
+                part_folder(folder / name), dtype=dtype, device=device, attention=attention
+            )
+
+    experts = Experts.load(load_transformer, facts.transformers, boundary_timestep, one_on_device=one_expert_on_device)
+    return Components(tokenizer, text_encoder, experts, vae, image_processor, image_encoder)
+
+
+def parts_of(facts: FolderFacts) -> list[str]:
+    """The parts of a folder that have weights, as progress names them."""
+    image = ["image encoder"] if facts.image_encoder else []
+    return ["text encoder", *image, "VAE", *(name.replace("_", " ") for name in facts.transformers)]

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import torch
-from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from visual_gen.checkpoint import CheckpointError, WeightFiles, resolve_folder
 from visual_gen.models.wan import WanConfig, WanTransformer
@@ -33,7 +31,13 @@ from visual_gen.models.wan.layouts import (
 )
 from visual_gen.models.wan.renamed_weights import RenamedWeights, Target
 from visual_gen.models.wan.weights import check_weights, source_slots
-from visual_gen.pipelines.components import check_text_encoder, check_vae, empty_text_encoder
+from visual_gen.pipelines.components import (
+    check_image_encoder,
+    check_text_encoder,
+    check_vae,
+    empty_image_encoder,
+    empty_text_encoder,
+)
 from visual_gen.pipelines.progress import StageProgress
 from visual_gen.pipelines.vae_config import empty_vae
 from visual_gen.runtime.sharding import write_shards
@@ -181,18 +185,7 @@ def _other_parts(folder: Path, index: dict[str, Any]) -> Iterator[_Part]:
     yield _Part("scheduler", read_config(folder / "scheduler", "scheduler_config.json"), "scheduler_config.json")
     if any(index.get("image_encoder") or ()):
         file = "preprocessor_config.json"
-        config, weights = read_config(folder / "image_encoder"), open_weights(folder / "image_encoder")
-        _check_image_encoder(weights, config)
-        yield _Part("image_encoder", config, weights=weights)
+        weights = open_weights(folder / "image_encoder")
+        check_image_encoder(weights, empty_image_encoder(folder / "image_encoder"))
+        yield _Part("image_encoder", read_config(folder / "image_encoder"), weights=weights)
         yield _Part("image_processor", read_config(folder / "image_processor", file), file)
-
-
-def _check_image_encoder(weights: WeightFiles, config: dict[str, Any]) -> None:
-    with torch.device("meta"):
-        model = CLIPVisionModel(CLIPVisionConfig.from_dict(config))
-    # Published folders have the prefix that transformers 4 gave; a bare one is transformers 5's.
-    prefix = "vision_model." if any(name.startswith("vision_model.") for name in weights.shapes) else ""
-    expected = {
-        prefix + name.removeprefix("vision_model."): tuple(tensor.shape) for name, tensor in model.state_dict().items()
-    }
-    weights.check_names_and_shapes(expected, "CLIPVisionModel")

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from visual_gen.pipelines.conditioning import Conditioning
 from visual_gen.pipelines.errors import GenerationError
+from visual_gen.pipelines.experts import Experts
 from visual_gen.pipelines.text import TextRows
 
 StepCallback = Callable[[int, torch.Tensor, dict[str, torch.Tensor]], dict[str, torch.Tensor] | None]
 
 
 class GuidedModel:
-    """Predicted flow of a WanTransformer for latents, with the text's keys and values projected at construction.
+    """Predicted flow of a WanTransformer for latents, with the text's and images' keys and values projected at
+    construction.
 
     `text` holds a row for each prompt, `negative` one for each negative prompt, both of one encode, or None: no
     guidance. batched: both branches in one forward, rows [prompts; negative prompts]; else one forward each. Rows of
     one forward that show the same text share its projection, and branches that show the same texts share everything.
+    A guidance_scale of 1 weighs the negative prompts by nothing: their branch is left out.
     """
 
     def __init__(
@@ -29,33 +33,87 @@ class GuidedModel:
         guidance_scale: float,
         *,
         batched: bool,
+        conditioning: Conditioning,
     ) -> None:
         self._transformer = transformer
         self._guidance_scale = guidance_scale
-        self._guided = negative is not None
-        if negative is not None and batched:
+        self._conditioning = conditioning
+        self._guided = negative is not None and guidance_scale != 1
+        groups = [text, negative] if self._guided else [text]
+        if self._guided and batched:
             groups = [text + negative]
-        else:
-            groups = [text] if negative is None else [text, negative]
         distinct = {tuple(rows.index): rows for rows in groups}
         text_kvs = {
-            index: transformer.project_text(rows.hidden, rows.text_lens, text_index=index)
+            index: transformer.project_text(
+                rows.hidden, rows.text_lens, self._image_tokens(len(rows.index) // len(text.index)), text_index=index
+            )
             for index, rows in distinct.items()
         }
         self._text_kvs = [text_kvs[tuple(rows.index)] for rows in groups]
         self.formulations = sorted({kv.formulation for kv in self._text_kvs})
         self.forwards = 0
 
+    def _image_tokens(self, branches: int) -> torch.Tensor | None:
+        tokens = self._conditioning.image_tokens
+        return None if tokens is None else tokens.repeat(branches, 1, 1)
+
     def __call__(self, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
         """fp32 flow for fp32 latents [B, C, F, H, W] at the 0-dimensional `timestep`."""
         one_forward = self._guided and len(self._text_kvs) == 1
-        x = latents.to(self._transformer.dtype)
+        x = self._conditioning.model_input(latents).to(self._transformer.dtype)
         x = torch.cat([x, x]) if one_forward else x
-        flows = [self._transformer(x, timestep.expand(x.shape[0]), text_kv=kv) for kv in self._text_kvs]
+        timestep = self._conditioning.timestep(timestep, x.shape[0])
+        flows = [self._transformer(x, timestep, text_kv=kv) for kv in self._text_kvs]
         self.forwards += len(flows)
         if not self._guided:
             return flows[0].float()
         return guided(*(flows[0].chunk(2) if one_forward else flows), self._guidance_scale)
+
+
+class ExpertModel:
+    """Predicted flow, at each step of the expert that serves its timestep.
+
+    host_timesteps: of all steps. make(transformer, index) gives an expert's GuidedModel: the first step's at once, the
+    other's at its first step, when that of the first is gone. `expert_steps` says which expert each step took.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        host_timesteps: Sequence[float],
+        make: Callable[[torch.nn.Module, int], GuidedModel],
+    ) -> None:
+        self._experts = experts
+        self._of_step = [experts.index(timestep) for timestep in host_timesteps]
+        self._make = make
+        self._model: GuidedModel | None = None
+        self._model_index: int | None = None
+        self._left_forwards = 0
+        self.formulations: list[str] = []
+        self.expert_steps: list[int] = []
+        with experts.use(self._of_step[0]) as transformer:
+            self._prepare(transformer, self._of_step[0])
+
+    @property
+    def forwards(self) -> int:
+        return self._left_forwards + self._model.forwards
+
+    def _prepare(self, transformer: torch.nn.Module, index: int) -> None:
+        if self._model_index == index:
+            return
+        if self._model is not None:
+            self._left_forwards, self._model = self.forwards, None
+        self._model, self._model_index = self._make(transformer, index), index
+        self.formulations = sorted({*self.formulations, *self._model.formulations})
+
+    def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, step: int) -> torch.Tensor:
+        """fp32 flow for fp32 latents [B, C, F, H, W] at `step`, whose timestep is the 0-dimensional `timestep`."""
+        index = self._of_step[step]
+        with self._experts.use(index) as transformer:
+            self._prepare(transformer, index)
+            flow = self._model(latents, timestep)
+        self.expert_steps.append(index)
+        return flow
 
 
 def guided(cond: torch.Tensor, uncond: torch.Tensor, guidance_scale: float) -> torch.Tensor:
@@ -67,7 +125,7 @@ def guided(cond: torch.Tensor, uncond: torch.Tensor, guidance_scale: float) -> t
 
 @torch.inference_mode()
 def denoise(
-    model: GuidedModel,
+    model: ExpertModel,
     scheduler: Any,
     latents: torch.Tensor,
     *,
@@ -88,7 +146,7 @@ def denoise(
     shape = latents.shape
     for i in range(steps):
         on_step()
-        flow = model(latents, timesteps[i])
+        flow = model(latents, timesteps[i], i)
         latents = scheduler.step(flow, timesteps[i], latents, return_dict=False)[0]
         if callback is not None:
             latents = _called_back(callback, i, timesteps[i], latents, shape)

@@ -22,3 +22,14 @@ class GenerationError(RuntimeError):
         self.step = step
         self.latents: torch.Tensor | None = None
         self.output: WanPipelineOutput | None = None
+
+
+def bad_clips_error(output: WanPipelineOutput, latents: torch.Tensor) -> GenerationError:
+    bad, steps = output.record.bad_clips, len(output.record.timesteps)
+    faults = "; ".join(f"prompt {row}: {fault}" for row, fault in bad.items())
+    error = GenerationError(
+        f"{len(bad)} of {latents.shape[0]} clip(s), decoded after step {steps}, are no usable video. {faults}",
+        step=steps,
+    )
+    error.output, error.latents = output, latents.clone()  # out of inference mode, for any use
+    return error

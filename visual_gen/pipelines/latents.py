@@ -1,4 +1,4 @@
-"""Latents: the noise they start as, and their way through the VAE to frames."""
+"""Latents: the noise they start as, and their way through the VAE, from images and to frames."""
 
 from __future__ import annotations
 
@@ -37,6 +37,22 @@ def initial_latents(
     if not torch.isfinite(latents).all():
         raise ValueError("latents hold NaN or infinity; give finite ones, or none to have them drawn")
     return latents.to(device=device, dtype=torch.float32)
+
+
+def encode_clip(vae: torch.nn.Module, clip: torch.Tensor) -> torch.Tensor:
+    """fp32 latents [1, C, F', H', W'], of mean 0 and deviation 1 as a transformer takes them, of a clip [1, 3, F, H, W]
+    in -1..1: the mean of what the VAE says, so that no noise is drawn."""
+    vae = copy.copy(vae)  # the same weights; what it keeps from frame to frame belongs to this call
+    try:
+        with torch.inference_mode(), OneDnnConv3d():
+            latents = vae.encode(clip.to(vae.device, vae.dtype)).latent_dist.mode().float()
+    finally:
+        vae.clear_cache()
+    mean, std = (
+        torch.tensor(values, dtype=torch.float32, device=vae.device).view(1, -1, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return (latents - mean) / std
 
 
 def decode(

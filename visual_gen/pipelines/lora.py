@@ -9,10 +9,13 @@ from visual_gen.checkpoint import CONFIG_FILES, resolve_folder
 from visual_gen.config import LoRAConfig
 from visual_gen.models.wan import WanConfig, WanTransformer
 from visual_gen.models.wan.lora_file import LoRAFile
+from visual_gen.pipelines.experts import Experts
 
 
 class LoRAMethods:
-    """load_lora and what follows it, for a pipeline with a `transformer`, and a `transformer_2` where it has two."""
+    """load_lora and what follows it, for a pipeline with `experts`."""
+
+    experts: Experts
 
     def load_lora(
         self, path: str | Path, *, name: str | None = None, scale: float = 1.0, transformer: str = "transformer"
@@ -26,7 +29,9 @@ class LoRAMethods:
         found = self._lora_transformers()
         if transformer not in found:
             raise ValueError(f"this pipeline has no {transformer!r}; it has {', '.join(found)}")
-        return found[transformer].load_lora(path, name=name, scale=scale)
+        # On the device, where its additions then stay, also while the weights rest in host memory.
+        with self.experts.use(list(found).index(transformer)) as model:
+            return model.load_lora(path, name=name, scale=scale)
 
     def set_lora_scale(self, name: str, scale: float) -> None:
         """Changes the scale of a loaded LoRA, on every transformer that has one of this name."""
@@ -40,11 +45,13 @@ class LoRAMethods:
 
     def fuse_lora(self) -> None:
         """Adds everything that is loaded to the weights, for good."""
-        loaded = [transformer for transformer in self._lora_transformers().values() if transformer.lora_scales]
+        transformers = self.experts.transformers
+        loaded = [index for index, transformer in enumerate(transformers) if transformer.lora_scales]
         if not loaded:
             raise ValueError("no LoRA is loaded: load_lora first")
-        for transformer in loaded:
-            transformer.fuse_lora()
+        for index in loaded:
+            with self.experts.use(index) as transformer:
+                transformer.fuse_lora()
 
     @property
     def lora_scales(self) -> dict[str, dict[str, float]]:
@@ -53,8 +60,7 @@ class LoRAMethods:
         return {key: scales for key, scales in found.items() if scales}
 
     def _lora_transformers(self) -> dict[str, WanTransformer]:
-        found = {key: getattr(self, key, None) for key in ("transformer", "transformer_2")}
-        return {key: transformer for key, transformer in found.items() if transformer is not None}
+        return dict(zip(("transformer", "transformer_2"), self.experts.transformers, strict=False))
 
     def _having(self, name: str) -> list[WanTransformer]:
         transformers = self._lora_transformers().values()

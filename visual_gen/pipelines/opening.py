@@ -9,12 +9,18 @@ from typing import Any
 import torch
 
 from visual_gen.checkpoint import CONFIG_FILES, resolve_folder
-from visual_gen.config import AttentionConfig, attention_config
+from visual_gen.config import OFFLOAD_MODES, AttentionConfig, attention_config
 from visual_gen.device import find_device
-from visual_gen.models.wan import WanConfig, WanTransformer
+from visual_gen.models.wan import WanTransformer
 from visual_gen.models.wan.geometry import Geometry
 from visual_gen.models.wan.layouts import tokenizer_folder
-from visual_gen.pipelines.components import check_geometry, check_model_index, empty_text_encoder, load_tokenizer
+from visual_gen.pipelines.components import (
+    empty_image_encoder,
+    empty_text_encoder,
+    load_image_processor,
+    load_tokenizer,
+)
+from visual_gen.pipelines.folder import FolderFacts, read_folder
 from visual_gen.pipelines.schedulers import check_flow_shift, make_scheduler
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,10 +35,18 @@ class OpenedPipeline:
     device: torch.device
     attention: AttentionConfig
     repeats_last_key: bool
-    wan: WanConfig
+    facts: FolderFacts
+    one_expert_on_device: bool
     geometry: Geometry
     scheduler: Any
     tokenizer: Any
+    image_processor: Any
+
+    @property
+    def boundary_timestep(self) -> float | None:
+        """The timestep below which the second transformer takes over; None where there is one."""
+        ratio = self.facts.boundary_ratio
+        return None if ratio is None else ratio * self.scheduler.config.num_train_timesteps
 
 
 def open_pipeline(
@@ -44,6 +58,8 @@ def open_pipeline(
     scheduler: str | None = None,
     flow_shift: float | None = None,
     vae_dtype: torch.dtype | None = None,
+    boundary_ratio: float | None = None,
+    offload: str = "none",
 ) -> OpenedPipeline:
     """Arguments and errors are those of WanPipeline.from_pretrained. Of a Hub repository no weights are fetched."""
     for name, value in (("dtype", dtype), ("vae_dtype", vae_dtype or dtype)):
@@ -53,27 +69,46 @@ def open_pipeline(
     check_flow_shift(flow_shift)
     attention = attention_config(attention)
     folder = resolve_folder(folder_or_id, files=CONFIG_FILES)
-    check_model_index(folder)
-    check_geometry(folder)
+    facts = read_folder(folder, boundary_ratio)
+    _check_offload(offload, facts, device)
     made_scheduler = make_scheduler(folder / "scheduler", scheduler, flow_shift)
     # Without memory for weights: it selects the backends, or says why one cannot serve this model here.
-    wan = WanConfig.from_folder(folder / "transformer")
     model = WanTransformer(
-        wan,
+        facts.wan,
         attention=attention,
         dtype=dtype,
         device=device,
         init_weights=False,
     )
     vocab_size = empty_text_encoder(folder / "text_encoder").config.vocab_size
+    image_processor = None
+    if facts.image_encoder:
+        empty_image_encoder(folder / "image_encoder")
+        image_processor = load_image_processor(folder / "image_processor")
     return OpenedPipeline(
         dtype=dtype,
         vae_dtype=vae_dtype or dtype,
         device=device,
         attention=attention,
         repeats_last_key=model.repeats_last_key,
-        wan=wan,
+        facts=facts,
+        one_expert_on_device=offload == "experts",
         geometry=Geometry.from_folder(folder),
         scheduler=made_scheduler,
         tokenizer=load_tokenizer(tokenizer_folder(folder), vocab_size),
+        image_processor=image_processor,
     )
+
+
+def _check_offload(offload: str, facts: FolderFacts, device: torch.device) -> None:
+    if offload not in OFFLOAD_MODES:
+        raise ValueError(f"offload is {offload!r}; it must be one of {', '.join(map(repr, OFFLOAD_MODES))}")
+    if offload == "experts" and len(facts.transformers) == 1:
+        raise ValueError(
+            "offload is 'experts', but this checkpoint has one transformer, which every step needs: leave it at 'none'"
+        )
+    if offload == "experts" and device.type == "cpu":
+        raise ValueError(
+            "offload is 'experts', which rests a transformer in host memory, but the device is the CPU, whose memory "
+            "that is: leave it at 'none'"
+        )

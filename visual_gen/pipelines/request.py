@@ -10,9 +10,12 @@ from numbers import Real
 from typing import Any
 
 import torch
+from PIL import Image
 
 from visual_gen.config import CFG_MODES, check_unicode
 from visual_gen.models.wan.geometry import Geometry
+from visual_gen.models.wan.task import Task
+from visual_gen.pipelines.images import open_images
 
 MOST_TEXT_TOKENS = 4096
 OUTPUT_TYPES = ("np", "pil", "pt", "latent")
@@ -21,26 +24,31 @@ OUTPUT_TYPES = ("np", "pil", "pt", "latent")
 @dataclass(frozen=True)
 class Request:
     """What one call asks for. `negative_prompts` is empty where guidance runs no second branch. `video_shape` is
-    (frames, height, width) of a clip."""
+    (frames, height, width) of a clip. `images` and `last_images` hold one for each prompt, or none. `guidance_scales`
+    has one for each transformer."""
 
     prompts: list[str]
     negative_prompts: list[str]
     latent_shape: tuple[int, int, int, int, int]
     video_shape: tuple[int, int, int]
     num_inference_steps: int
-    guidance_scale: float
+    guidance_scales: tuple[float, ...]
     max_sequence_length: int
     cfg: str
     output_type: str
+    images: list[Image.Image]
+    last_images: list[Image.Image]
 
     @property
     def guided(self) -> bool:
-        return self.guidance_scale > 1
+        return self.guidance_scales[0] > 1
 
 
 def check_request(
     geometry: Geometry,
     most_steps: int,
+    task: Task,
+    num_experts: int,
     *,
     prompt: str | Sequence[str],
     negative_prompt: str | Sequence[str] | None,
@@ -53,9 +61,13 @@ def check_request(
     cfg: str,
     output_type: str,
     callback_on_step_end: Callable | None,
+    image: Any,
+    last_image: Any,
+    guidance_scale_2: float | None,
 ) -> Request:
     """The call as a Request; numbers may be numpy's. most_steps: the scheduler's num_train_timesteps. Raises ValueError
     naming the argument, its value and what would do."""
+    task.check_images(image=image is not None, last_image=last_image is not None)
     prompts = _texts("prompt", [prompt] if isinstance(prompt, str) else prompt)
     if not prompts:
         raise ValueError("prompt is an empty list; give at least one text ('' is the unconditional one)")
@@ -63,17 +75,22 @@ def check_request(
     latent_shape = geometry.latent_shape(len(prompts), *video_shape)
     num_inference_steps = _count("num_inference_steps", num_inference_steps, most_steps, "the scheduler's timesteps")
     max_sequence_length = _count("max_sequence_length", max_sequence_length, MOST_TEXT_TOKENS, "Wan's is 512")
-    if isinstance(guidance_scale, bool) or not isinstance(guidance_scale, Real):
-        raise ValueError(f"guidance_scale is {guidance_scale!r}; it must be a number, 0 or above")
-    if not math.isfinite(guidance_scale) or guidance_scale < 0:
-        raise ValueError(
-            f"guidance_scale is {guidance_scale}; it must be finite and 0 or above (up to 1: no guidance; Wan: 5)"
-        )
+    _check_guidance("guidance_scale", guidance_scale)
+    if guidance_scale_2 is not None:
+        _check_guidance("guidance_scale_2", guidance_scale_2)
+        if num_experts == 1:
+            raise ValueError(
+                f"guidance_scale_2 is {guidance_scale_2}, but this checkpoint has one transformer, for which "
+                "guidance_scale is: leave it out"
+            )
+    scales = (guidance_scale, guidance_scale if guidance_scale_2 is None else guidance_scale_2)
     for name, value, allowed in (("cfg", cfg, CFG_MODES), ("output_type", output_type, OUTPUT_TYPES)):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
     if callback_on_step_end is not None and not callable(callback_on_step_end):
         raise ValueError(f"callback_on_step_end is {callback_on_step_end!r}; it must be callable, or None")
+    if last_image is not None and video_shape[0] == 1:
+        raise ValueError("num_frames is 1, but there are a first and a last image: ask for more frames")
     negative_prompts = _negative_prompts(negative_prompt, len(prompts))
     return Request(
         prompts,
@@ -81,11 +98,20 @@ def check_request(
         latent_shape,
         video_shape,
         num_inference_steps,
-        float(guidance_scale),
+        tuple(map(float, scales[:num_experts])),
         max_sequence_length,
         cfg,
         output_type,
+        open_images("image", image, len(prompts)),
+        open_images("last_image", last_image, len(prompts)),
     )
+
+
+def _check_guidance(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} is {value!r}; it must be a number, 0 or above")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} is {value}; it must be finite and 0 or above (up to 1: no guidance; Wan: 5)")
 
 
 def _negative_prompts(negative_prompt: str | Sequence[str] | None, batch: int) -> list[str]:

@@ -6,7 +6,8 @@ Shape letters: C channels, F latent frames, H, W latent height and width.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
@@ -35,6 +36,7 @@ def rollout(
     generator: torch.Generator | None = None,
     first_latents: torch.Tensor | None = None,
     cache: PagedKVCache | None = None,
+    switches: Mapping[int, TextRows] | None = None,
 ) -> Iterator[torch.Tensor]:
     """Yields the latents of each chunk, fp32 [C, F, H, W], as soon as its K/V are committed.
 
@@ -42,7 +44,8 @@ def rollout(
     ValueError. guidance_scale above 1 with a `negative` row runs both branches in one forward; else there is one
     branch, and memory for one. generator: what noise is drawn from. first_latents [C, F, H, W]: clean frames to
     continue from; they are committed first, each seeing those up to itself, and not yielded. cache: one to share
-    between streams, from stream_cache; without it the stream makes its own.
+    between streams, from stream_cache; without it the stream makes its own. switches: by a chunk's index, the text that
+    it and those after it are made under, encoded to the length of `text`; what is cached stays as it is.
 
     Between steps the clean chunk is predicted from the flow and fresh noise brings it to the next level, as in
     Self-Forcing. Whatever ends the stream (an exception, Ctrl-C, close()) leaves no open chunk or session behind.
@@ -50,10 +53,23 @@ def rollout(
     committed.
     """
     settings = settings or CausalConfig()
+    if not isinstance(guidance_scale, int | float) or not math.isfinite(guidance_scale):
+        raise ValueError(f"guidance_scale is {guidance_scale!r}; it must be a finite number")
     guide = negative is not None and guidance_scale > 1
-    for name, rows in (("text", text), ("negative", negative)):
+    switches = dict(switches or {})
+    for chunk in switches:
+        if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 0:
+            raise ValueError(f"switches has {chunk!r}; each key must be the index of a chunk, an integer of at least 0")
+    named = {"text": text, "negative": negative} | {f"switches[{chunk}]": rows for chunk, rows in switches.items()}
+    for name, rows in named.items():
         if rows is not None and len(rows.lens) != 1:
             raise ValueError(f"{name} has {len(rows.lens)} rows; a stream has one prompt")
+    for chunk, rows in switches.items():
+        if rows.hidden.shape[1:] != text.hidden.shape[1:]:
+            raise ValueError(
+                f"switches[{chunk}] has shape {tuple(rows.hidden.shape)}, text {tuple(text.hidden.shape)}; encode both "
+                "to one length"
+            )
     if guide and text.hidden.shape != negative.hidden.shape:
         raise ValueError(
             f"text has shape {tuple(text.hidden.shape)}, negative {tuple(negative.hidden.shape)}; encode both to "
@@ -62,6 +78,8 @@ def rollout(
     if num_chunks is not None and (not isinstance(num_chunks, int) or isinstance(num_chunks, bool) or num_chunks < 1):
         raise ValueError(f"num_chunks is {num_chunks!r}; it must be an integer of at least 1, or None for no end")
     config = transformer.config
+    if len(latent_size) != 2 or not all(isinstance(size, int) for size in latent_size):
+        raise ValueError(f"latent_size is {latent_size}; it must be (H, W), two integers")
     shape = (config.out_channels, *latent_size)
     first = _check_first(first_latents, shape)
     if any(size % patch or size < patch for size, patch in zip(latent_size, config.patch_size[1:], strict=True)):
@@ -82,9 +100,11 @@ def rollout(
                 f"num_chunks is {num_chunks}, which makes {total} latent frames; the model knows "
                 f"{config.rope_max_seq_len} (rope_max_seq_len)"
             )
+    texts = {0: text} | switches
     return _Stream(transformer, settings, shape, guidance_scale if guide else None, generator).run(
-        cache, frame_tokens, (text, negative) if guide else (text,), first, num_chunks
-    )
+        cache, frame_tokens, {chunk: (rows, negative) if guide else (rows,) for chunk, rows in texts.items()}, first,
+        num_chunks,
+    )  # fmt: skip
 
 
 def stream_cache(
@@ -136,12 +156,11 @@ class _Stream:
         self,
         cache: PagedKVCache | None,
         frame_tokens: int,
-        texts: tuple[TextRows, ...],
+        texts: dict[int, tuple[TextRows, ...]],
         first: torch.Tensor | None,
         num_chunks: int | None,
     ) -> Iterator[torch.Tensor]:
-        hidden, lens = torch.cat([rows.hidden[rows.index] for rows in texts]), [n for rows in texts for n in rows.lens]
-        text_kv = pooled(self.transformer.project_text(hidden.to(self.transformer.device), lens))
+        text_kv = self._project(texts[0])
         settings, branches = self.settings, self.branches
         cache = cache or stream_cache(self.transformer, settings, frame_tokens, branches=branches)
         with cache.open_session(
@@ -152,10 +171,16 @@ class _Stream:
                 self._recache(session, text_kv, first.to(self.transformer.device))
             all_frames = _chunk_frames(settings, continued=first is not None)
             for index, frames in enumerate(itertools.islice(all_frames, num_chunks)):
+                if index and index in texts:
+                    text_kv = self._project(texts[index])
                 with session.begin(frames) as chunk:
                     latents = self._make(chunk, text_kv, f"chunk {index}")
                     chunk.commit()
                 yield latents
+
+    def _project(self, texts: tuple[TextRows, ...]) -> PooledText:
+        hidden, lens = torch.cat([rows.hidden[rows.index] for rows in texts]), [n for rows in texts for n in rows.lens]
+        return pooled(self.transformer.project_text(hidden.to(self.transformer.device), lens))
 
     def _recache(self, session: Session, text_kv: PooledText, latents: torch.Tensor) -> None:
         """Commits given frames, each of which sees those up to itself."""

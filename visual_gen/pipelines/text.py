@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,10 @@ from visual_gen.runtime.prompts import clean_prompt
 
 # A warning lists at most this many words.
 _MAX_LISTED_WORDS = 12
+# … or as many characters, where words are not told apart.
+_MAX_LISTED_CHARACTERS = 48
+# As Unicode's names of their characters begin.
+_UNSPACED_SCRIPTS = ("CJK ", "HIRAGANA ", "KATAKANA ", "THAI ", "LAO ", "KHMER ", "MYANMAR ")
 
 
 @dataclass(frozen=True)
@@ -83,19 +88,27 @@ def tokenize_all(tokenizer: Any, texts: Sequence[str], max_sequence_length: int)
 
 
 def _from_word_start(text: str, position: int) -> str:
-    start = text.rfind(" ", 0, position) + 1 if position < len(text) and not text[position].isspace() else position
+    """`text` from the start of the word that `position` lies in, or from `position` where words are not told apart."""
+    start = position
+    if position < len(text) and not text[position].isspace():
+        while start > 0 and not text[start - 1].isspace() and not _is_unspaced(text[start - 1 : start + 1]):
+            start -= 1
     return text[start:].strip()
+
+
+def _is_unspaced(text: str) -> bool:
+    """Whether a character of `text` is of a script that sets no blanks between words."""
+    return any(unicodedata.name(character, "").startswith(_UNSPACED_SCRIPTS) for character in text)
 
 
 def text_warnings(what: str, tokens: TokenizedText, max_sequence_length: int) -> list[str]:
     """One sentence for words that were cut from `what`, one for words that the model does not know."""
     found = []
     if tokens.cut:
-        words = tokens.cut.split()
-        listed = " ".join(words[:_MAX_LISTED_WORDS]) + (" …" if len(words) > _MAX_LISTED_WORDS else "")
+        count, listed = _listed_cut(tokens.cut)
         found.append(
-            f"{what} is longer than the text length of {max_sequence_length} tokens: its last {len(words)} word(s) "
-            f"were cut: {listed!r}. Raise max_sequence_length or shorten it"
+            f"{what} is longer than the text length of {max_sequence_length} tokens: its last {count} were cut: "
+            f"{listed!r}. Raise max_sequence_length or shorten it"
         )
     if tokens.unknown:
         listed = ", ".join(repr(word) for word in tokens.unknown[:_MAX_LISTED_WORDS])
@@ -105,6 +118,16 @@ def text_warnings(what: str, tokens: TokenizedText, max_sequence_length: int) ->
             + (f" and {more} more" if more > 0 else "")
         )
     return found
+
+
+def _listed_cut(cut: str) -> tuple[str, str]:
+    """How much was cut, and its beginning."""
+    if _is_unspaced(cut):
+        more = " …" if len(cut) > _MAX_LISTED_CHARACTERS else ""
+        return f"{len(cut)} character(s)", cut[:_MAX_LISTED_CHARACTERS] + more
+    words = cut.split()
+    more = " …" if len(words) > _MAX_LISTED_WORDS else ""
+    return f"{len(words)} word(s)", " ".join(words[:_MAX_LISTED_WORDS]) + more
 
 
 @torch.inference_mode()

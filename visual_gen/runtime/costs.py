@@ -89,18 +89,19 @@ def activation_bytes(
     Counted in bytes for each of the rows·tokens·d elements of the hidden state, s bytes an element: self-attention
     holds x, the normed x and QKV (5 s) beside three fp32 copies of Q and K while they are normed and turned (24; two,
     16, if they are fp32 already); the feed-forward holds six tensors like x, and its inner activations before and
-    after the GELU. One timestep for each token adds the modulation in the compute dtype and in fp32.
+    after the GELU. One timestep for each token adds the modulation, which all rows share, in the compute dtype and in
+    fp32.
     """
     size, d = dtype.itemsize, wan.hidden_size
     attention = 5 * size + (16 if dtype == torch.float32 else 24)
     feed_forward = 6 * size + 2 * size * wan.ffn_dim / d
     modulation = 7 * size + 24 if timestep_per_token else 0
-    return round(rows * tokens * d * (max(attention, feed_forward) + modulation))
+    return round(tokens * d * (rows * max(attention, feed_forward) + modulation))
 
 
 def image_tokens(wan: WanConfig) -> int:
     return 0 if wan.image_dim is None else wan.pos_embed_seq_len or IMAGE_TOKENS
 
 
-def image_kv_bytes(wan: WanConfig, rows: int, config: RunConfig) -> int:
-    return 2 * rows * image_tokens(wan) * wan.hidden_size * wan.num_layers * config.torch_dtype().itemsize
+def image_kv_bytes(wan: WanConfig, rows: int, dtype: torch.dtype) -> int:
+    return 2 * rows * image_tokens(wan) * wan.hidden_size * wan.num_layers * dtype.itemsize

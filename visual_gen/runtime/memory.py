@@ -12,7 +12,7 @@ import torch
 
 from visual_gen.config import CrossKVMode
 from visual_gen.models.wan import WanConfig
-from visual_gen.runtime.costs import activation_bytes, text_kv_bytes, text_rows
+from visual_gen.runtime.costs import activation_bytes, image_kv_bytes, text_kv_bytes, text_rows
 from visual_gen.runtime.units import format_bytes
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ def request_bytes(
     dtype: torch.dtype,
     *,
     repeated_key: bool,
+    timestep_per_token: bool = False,
 ) -> int:
-    """What a denoising step of `request` takes beside the weights: text keys and values, and activations.
+    """What a denoising step of `request` takes beside the weights: keys and values of text and images, and activations.
 
     rows: of the prompts, then of the negative prompts. repeated_key: see text_rows.
     """
@@ -61,4 +62,5 @@ def request_bytes(
         text_rows(cross_kv, lens[i : i + at_once], request.max_sequence_length, repeated_key=repeated_key)
         for i in range(0, len(lens), at_once)
     )
-    return text_kv_bytes(wan, kept, dtype) + activation_bytes(wan, at_once, tokens, dtype)
+    kv = text_kv_bytes(wan, kept, dtype) + image_kv_bytes(wan, len(rows), dtype)
+    return kv + activation_bytes(wan, at_once, tokens, dtype, timestep_per_token)

@@ -15,6 +15,7 @@ from visual_gen.config import ConfigError, RunConfig
 from visual_gen.models.wan import WAN_PRESETS, WanConfig
 from visual_gen.models.wan.geometry import Geometry
 from visual_gen.models.wan.layouts import open_weights, read_index, tokenizer_folder
+from visual_gen.models.wan.task import Task
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,12 @@ class PartSize:
 
 
 # Of the models that the config.json files of the Wan-AI/*-Diffusers repositories describe: the encoder of UMT5-XXL in
-# all of them, Wan 2.1's VAE in all but TI2V, which has Wan 2.2's. tests/unittest/visual_gen/test_plan.py counts them.
+# all of them, Wan 2.1's VAE in all but TI2V, which has Wan 2.2's, and the vision half of CLIP ViT-H/14 in Wan 2.1's for
+# images. tests/unittest/visual_gen/test_plan.py counts them.
 UMT5_XXL_ENCODER = PartSize(5_680_910_336, kept_fp32=1_006_632_960)
 WAN21_VAE = PartSize(126_892_531)
 WAN22_VAE = PartSize(704_688_668)
+CLIP_VIT_H_VISION = PartSize(630_766_080)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,12 @@ class Model:
     timestep_per_token: bool = False
     text_encoder: PartSize | None = None
     vae: PartSize | None = None
+    image_encoder: PartSize | None = None
     tokenizer_file: Path | None = None
+
+    @property
+    def task(self) -> Task:
+        return Task.of(self.transformer, timestep_per_token=self.timestep_per_token)
 
 
 def find_model(config: RunConfig) -> Model | None:
@@ -83,18 +91,22 @@ def required_model(config: RunConfig) -> Model:
     return model
 
 
-def missing_to_generate(model: Model) -> str | None:
-    """What has to be written before `generate` can serve this model; None if it can."""
-    wan, missing = model.transformer, []
-    if wan.pos_embed_seq_len is not None:
-        missing.append("the first-and-last-frame pipeline")
-    elif wan.image_dim is not None or wan.in_channels != wan.out_channels:
-        missing.append("the image-to-video pipeline")
+def check_settings(model: Model, config: RunConfig) -> None:
+    """Raise ValueError on settings that this model cannot follow: images that it does not take, and what is for a
+    second transformer where there is one. That an image is missing is no error here: a plan needs none."""
+    generation = config.generation
+    model.task.refuse_unwanted(image=generation.image is not None, last_image=generation.last_image is not None)
     if model.num_experts > 1:
-        missing.append("the switch between its two transformers")
-    if model.timestep_per_token:
-        missing.append("the pipeline that gives each token its own timestep")
-    return " and ".join(missing) or None
+        return
+    for_a_pair = {
+        "generation.guidance_scale_2": generation.guidance_scale_2,
+        "generation.boundary_ratio": generation.boundary_ratio,
+        "offload": None if config.offload == "none" else config.offload,
+        "lora.transformer": "transformer_2" if any(x.transformer == "transformer_2" for x in config.lora) else None,
+    }
+    for key, value in for_a_pair.items():
+        if value is not None:
+            raise ConfigError(f"{key} = {value!r}: is for a pair of transformers, and this model has one; leave it out")
 
 
 def _from_preset(preset: str) -> Model:
@@ -108,6 +120,7 @@ def _from_preset(preset: str) -> Model:
         timestep_per_token=ti2v,
         text_encoder=UMT5_XXL_ENCODER,
         vae=WAN22_VAE if ti2v else WAN21_VAE,
+        image_encoder=None if wan.image_dim is None else CLIP_VIT_H_VISION,
     )
 
 
@@ -122,6 +135,7 @@ def _from_folder(folder: Path) -> Model:
         timestep_per_token=bool(index.get("expand_timesteps")),
         text_encoder=_text_encoder_size(folder / "text_encoder"),
         vae=_size(folder / "vae"),
+        image_encoder=_size(folder / "image_encoder"),
         tokenizer_file=tokenizer if tokenizer.is_file() else None,
     )
 
@@ -139,7 +153,11 @@ def _text_encoder_size(folder: Path) -> PartSize | None:
 
 def _size(folder: Path) -> PartSize | None:
     stored = _shapes(folder)
-    return None if stored is None else PartSize(sum(shape.numel() for shape in stored.values()))
+    if stored is None:
+        return None
+    # Of an image encoder its projection and the numbers of its patches are left aside.
+    unused = ("visual_projection.weight", "position_ids")
+    return PartSize(sum(shape.numel() for name, shape in stored.items() if not name.endswith(unused)))
 
 
 def _shapes(folder: Path) -> dict[str, torch.Size] | None:

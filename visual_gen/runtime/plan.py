@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention_backend import AUTO_ORDER, AttentionBackend, AttentionSpec, backend_classes
+from attention_backend import AUTO_ORDER, AUTO_ORDER_OF_CACHES, AttentionBackend, AttentionSpec, backend_classes
 from visual_gen.config import CROSS_KV_MODES, ConfigError, RunConfig
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanConfig, WanTransformer
 from visual_gen.runtime.costs import activation_bytes, flops, image_kv_bytes, text_groups, text_kv_bytes, text_rows
-from visual_gen.runtime.model import Model, required_model
+from visual_gen.runtime.model import Model, check_settings, required_model
 from visual_gen.runtime.prompts import clean_prompt
 from visual_gen.runtime.streams import stream_size
 
@@ -41,8 +41,9 @@ class Plan:
 
     flops_per_step: multiplications and additions, 2 for each multiply-add, of all forwards of one denoising step.
     text_kv_bytes: keys and values of the text in all layers and rows, for each cross mode.
-    memory_bytes: expected peak of a denoising step on the device: weights (the transformer's), text_encoder and vae
-    (weights that the pipeline keeps there), text_kv, activations, and their total.
+    memory_bytes: expected peak of a denoising step on the device: weights (of the transformers that stay there),
+    text_encoder, vae and image_encoder (weights that the pipeline keeps there), text_kv (of images too), activations,
+    and their total.
     """
 
     source: str
@@ -76,9 +77,11 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
     text_lens: text tokens of each prompt and, under guidance, of the negative prompt at the end; None counts them with
     the checkpoint's tokenizer, or guesses from the words where there is none. Raises ValueError on sizes that the model
     does not divide, on lengths that do not fit, if neither a local folder nor a preset says what the model is, and if
-    they contradict each other. device_memory_bytes: what the device has, for how many causal streams fit.
+    they contradict each other or the settings. device_memory_bytes: what the device has, for how many causal streams
+    fit.
     """
     model = required_model(config)
+    check_settings(model, config)
     wan, generation, geometry = model.transformer, config.generation, model.geometry
     batch = max(1, len(generation.prompts))
     latent_shape = geometry.latent_shape(batch, generation.num_frames, generation.height, generation.width)
@@ -105,13 +108,15 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
         )
         for mode in CROSS_KV_MODES
     }
-    text_kv_now = text_kv[config.attention.cross_kv] + image_kv_bytes(wan, len(lens), config)
-    activations = activation_bytes(wan, rows, tokens, config.torch_dtype(), model.timestep_per_token)
-    parts = {"text_encoder": model.text_encoder, "vae": model.vae}
+    text_kv_now = text_kv[config.attention.cross_kv] + image_kv_bytes(wan, len(lens), dtype)
+    # A first frame that is given has a timestep of its own; without one all tokens share theirs.
+    per_token = model.timestep_per_token and generation.image is not None
+    activations = activation_bytes(wan, rows, tokens, dtype, per_token)
+    parts = {"text_encoder": model.text_encoder, "vae": model.vae, "image_encoder": model.image_encoder}
     memory = {
-        "weights": model.num_experts * weight_bytes,
+        "weights": (1 if config.offload == "experts" else model.num_experts) * weight_bytes,
         **{name: size.num_bytes(config.torch_dtype()) for name, size in parts.items() if size is not None},
-        "text_kv": text_kv_now * model.num_experts,
+        "text_kv": text_kv_now,
         "activations": activations,
     }
     return Plan(
@@ -131,11 +136,11 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
         text_lens_from=lens_from,
         cross_kv=config.attention.cross_kv,
         flops_per_step=flops(
-            wan, tokens, lens, text_length, config, model.timestep_per_token, repeated_key=repeated_key
+            wan, tokens, lens, text_length, config, per_token, repeated_key=repeated_key
         ),
         text_kv_bytes=text_kv,
         memory_bytes=memory | {"total": sum(memory.values())},
-        notes=_notes(model),
+        notes=_notes(model, config),
         stream=None if config.causal is None else _stream(config, model, branches, memory, device_memory_bytes),
     )
 
@@ -180,10 +185,10 @@ def _stream(
 
 
 def _backend_class(config: RunConfig) -> type[AttentionBackend]:
-    """The backend that self-attention names; for "auto" the first that takes the dtype, whatever is installed here."""
+    """The backend that self-attention to a cache names; for "auto" the first that takes the dtype, installed or not."""
     classes, name = backend_classes(), config.attention.self
     if name == "auto":
-        name = "sdpa" if config.dtype == "float32" else AUTO_ORDER[0]
+        name = "sdpa" if config.dtype == "float32" else AUTO_ORDER_OF_CACHES[0]
     if name not in classes:
         raise ConfigError(f"attention.self = {name!r}: no such backend; there are {', '.join(classes)}")
     return classes[name]
@@ -223,18 +228,21 @@ def _count_tokens(file: Path, texts: Sequence[str]) -> list[int]:
     return [len(tokenizer.encode(clean_prompt(text)).ids) for text in texts]
 
 
-def _notes(model: Model) -> tuple[str, ...]:
+def _notes(model: Model, config: RunConfig) -> tuple[str, ...]:
     notes = [
         "Not counted: the FLOPs of text encoder and VAE, and what the VAE holds while it decodes, after the steps."
     ]
-    unknown = [name for name, size in (("text encoder", model.text_encoder), ("VAE", model.vae)) if size is None]
+    parts = [("text encoder", model.text_encoder), ("VAE", model.vae)]
+    if model.transformer.image_dim is not None:
+        parts.append(("image encoder", model.image_encoder))
+    unknown = [name for name, size in parts if size is None]
     if unknown:
         notes.append(f"Not counted: the weights of {' and '.join(unknown)}, whose files are not in the folder, whole.")
     if model.transformer.image_dim is not None:
-        notes.append("Not counted: the image encoder.")
+        notes.append("Not counted: the FLOPs of the image encoder.")
     if model.num_experts > 1:
-        notes.append(
-            f"{model.num_experts} transformers of this size, of which one runs in each step; all are taken to stay in "
-            "memory."
-        )
+        place = "the other rests in host memory" if config.offload == "experts" else "all stay on the device"
+        notes.append(f"{model.num_experts} transformers of this size, of which one runs in each step; {place}.")
+    if model.num_experts > 1 and config.generation.guidance_scale_2 == 1 and config.generation.guidance_scale > 1:
+        notes.append("The second transformer's steps, of guidance 1, run one branch: half of what is said of a step.")
     return tuple(notes)

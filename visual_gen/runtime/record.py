@@ -12,7 +12,7 @@ import torch
 
 from visual_gen.runtime.machine import peak_rss_bytes
 
-STAGES = ("load", "text", "denoise", "decode", "write")
+STAGES = ("load", "text", "image", "denoise", "decode", "write")
 
 
 @dataclass
@@ -27,6 +27,8 @@ class RunRecord:
     "packed", "merge" or "repeated_key"; two if the branches' forwards differ. metadata: the layout counters' growth
     during this run.
     lora_scales: transformer -> name -> scale of the LoRA files that were loaded.
+    expert_steps: of a checkpoint with two transformers, which of them each step took, 0 or 1. expert_exchanges: how
+    often they changed places on the device.
     checkpoint_label: what the checkpoint calls itself in recommended.json. bad_clips: of which clips decode made no
     usable video, and why. prompt_tokens, negative_prompt_tokens: real tokens of each row, the end token included.
     """
@@ -45,6 +47,8 @@ class RunRecord:
     negative_prompt_tokens: list[int] = field(default_factory=list)
     timesteps: list[float] = field(default_factory=list)
     transformer_forwards: int = 0
+    expert_steps: list[int] = field(default_factory=list)
+    expert_exchanges: int = 0
     latent_shape: tuple[int, ...] = ()
     checkpoint: str = ""
     checkpoint_label: str = ""

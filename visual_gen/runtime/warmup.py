@@ -15,12 +15,15 @@ from attention_backend import (
     AttentionSpec,
     select_backend,
 )
-from visual_gen.config import ConfigError, RunConfig
+from attention_backend.kv_cache import CachedAttention, PagedKVCache
+from visual_gen.config import CausalConfig, ConfigError, RunConfig
 from visual_gen.models.wan import WanConfig
+from visual_gen.models.wan.causal import causal_needs
 from visual_gen.modules.attention import Attention
 from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV
 from visual_gen.runtime.costs import image_tokens
 from visual_gen.runtime.model import required_model
+from visual_gen.runtime.streams import stream_size
 
 # Kernels that take two tiles of queries at once where there are as many are the ones that a video needs.
 QUERIES = 512
@@ -54,14 +57,19 @@ def warm_up(config: RunConfig) -> WarmUp:
     """Calls each attention site of `config` once in every form that its text lengths may make it take.
 
     What is compiled depends on dtype, head size, kind of lengths, LSE, text length and card, not on the video's size.
-    Raises ConfigError on a model that is not known here and on a GPU that is not here, AttentionBackendError if a named
+    With a `causal` section these are the calls of a stream's chunk over its KV cache and a text pool. Raises
+    ConfigError on a model that is not known here and on a GPU that is not here, AttentionBackendError if a named
     backend cannot run here.
     """
     model = required_model(config)
     wan, generation = model.transformer, config.generation
     latents = model.geometry.latent_shape(1, generation.num_frames, generation.height, generation.width)
+    frame_tokens = model.geometry.num_tokens((*latents[:2], wan.patch_size[0], *latents[3:]))
+    tokens = model.geometry.num_tokens(latents)
+    if config.causal is not None:
+        tokens = config.causal.frames_per_chunk * frame_tokens
     # Divided by the same powers of two as the video's own: kernels are compiled apart for numbers that 16 divides.
-    queries = QUERIES + model.geometry.num_tokens(latents) % 16
+    queries = QUERIES + tokens % 16
     start = time.perf_counter()
     try:
         device = config.torch_device()
@@ -74,7 +82,11 @@ def warm_up(config: RunConfig) -> WarmUp:
     variants = []
     with torch.inference_mode():
         for role, backend in backends.items():
-            for name, compiles, call in _calls(config, wan, role, backend, queries):
+            if config.causal is None:
+                calls = _calls(config, wan, role, backend, queries)
+            else:
+                calls = _stream_calls(config, wan, role, backend, queries, frame_tokens)
+            for name, compiles, call in calls:
                 variants.append(Variant(role, backend.name, name, _seconds(call, device) if compiles else None))
     notes = [note for cls in dict.fromkeys(map(type, backends.values())) if (note := cls.kernel_cache_problem())]
     if device.type == "cpu" and config.device == "auto":
@@ -87,7 +99,10 @@ def _roles(wan: WanConfig) -> list[str]:
 
 
 def _backend(config: RunConfig, wan: WanConfig, role: str, device: torch.device) -> AttentionBackend:
-    needs = CROSS_KV_NEEDS[config.attention.cross_kv] if role == "cross_text" else frozenset()
+    if config.causal is not None:
+        needs = causal_needs(role, config.attention)
+    else:
+        needs = CROSS_KV_NEEDS[config.attention.cross_kv] if role == "cross_text" else frozenset()
     heads = (wan.num_attention_heads, wan.attention_head_dim)
     return select_backend(
         getattr(config.attention, role), AttentionSpec(role, *heads, config.torch_dtype(), device, needs=needs)
@@ -132,6 +147,42 @@ def _calls(
         merged = CrossKV(zeros(batch), zeros(batch), pads, zeros(), zeros())
         # The merge is a kernel of this project, whatever the backend.
         yield "packed K/V with LSE, and merge", compiles or device.type == "cuda", lambda: site.attend(q, merged)
+
+
+def _stream_calls(
+    config: RunConfig, wan: WanConfig, role: str, backend: AttentionBackend, queries: int, frame_tokens: int
+) -> Iterator[tuple[str, bool, Callable[[], torch.Tensor]]]:
+    """The same of a causal stream: a chunk of one row for each branch of guidance."""
+    generation, settings, compiles = config.generation, config.causal, type(backend).compiles_kernels
+    branches = 1 + (generation.guidance_scale > 1)
+    heads, dtype, device = (wan.num_attention_heads, wan.attention_head_dim), config.torch_dtype(), backend.spec.device
+
+    def zeros(tokens: int) -> torch.Tensor:
+        return torch.zeros(tokens, *heads, dtype=dtype, device=device)
+
+    q = zeros(branches * queries)
+    if role != "self":
+        length = generation.max_sequence_length
+        starts, lens, total = range(0, branches * length, length), [length] * branches, branches * length
+        text = AttentionMetadataState().extent_kv(
+            role, starts, lens, total, device, max_seqlen_kv=length, q_lens=[queries] * branches
+        )
+        yield "a text pool", compiles, lambda: backend.forward(q, zeros(total), zeros(total), text)
+        return
+    # A window of one frame that is as long as the queries: what is compiled depends on the read and the block size.
+    small = CausalConfig(
+        frames_per_chunk=1, recent_frames=1, read=settings.read,
+        block_size=stream_size(settings, frame_tokens, backend).block_size,
+    )  # fmt: skip
+    size = stream_size(small, queries, backend, branches=branches)
+    cache = PagedKVCache(
+        1, *heads, queries, num_blocks=1 + size.num_blocks, block_size=size.block_size, backend=backend, dtype=dtype,
+        device=device, read=settings.read, staging_tokens=size.staging_tokens,
+    )  # fmt: skip
+    session = cache.open_session(recent_frames=1, max_chunk_frames=1, branches=branches)
+    with session, session.begin(1) as chunk:
+        batch = cache.batch([chunk])
+        yield f"a KV cache, {batch.read}", compiles, lambda: CachedAttention(backend)(q, q, q, batch.layer(0))
 
 
 def _seconds(call: Callable[[], torch.Tensor], device: torch.device) -> float:

@@ -104,6 +104,18 @@ def test_auto_follows_the_documented_order(monkeypatch):
     assert select_backend("auto", SPEC).name == "sdpa"  # fp32 on a CPU
 
 
+@pytest.mark.parametrize("role, needs, name", [
+    ("self", {"extent_kv"}, "paged_flash_attn3"), ("self", {"paged_kv"}, "paged_flash_attn3"),
+    ("self", (), "flash_attn4"), ("cross_text", {"extent_kv"}, "flash_attn4"),
+])  # fmt: skip
+def test_auto_prefers_flash_attention_3_for_reading_a_cache(monkeypatch, role, needs, name):
+    for cls in (selection.PagedFlashAttention3Backend, selection.FlashAttention4Backend):
+        monkeypatch.setattr(cls, "unavailable_reason", classmethod(lambda cls: None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    spec = AttentionSpec(role, 2, 64, torch.bfloat16, "cuda", needs=needs)
+    assert select_backend("auto", spec).name == name
+
+
 def test_auto_imports_no_kernel_package_for_what_it_could_not_serve(monkeypatch):
     """Importing FA4 costs seconds and hundreds of megabytes, which a run on a CPU must not pay."""
 

@@ -73,7 +73,7 @@ def _make(kind, root):
     torch.save(state, theirs / ("Wan2.2_VAE.pth" if spec.vae else "Wan2.1_VAE.pth"))
 
     text = randomise(
-        UMT5EncoderModel(UMT5Config(vocab_size=96, d_model=16, d_kv=8, d_ff=24, num_heads=2, num_layers=2)),
+        UMT5EncoderModel(UMT5Config(vocab_size=128, d_model=16, d_kv=8, d_ff=24, num_heads=2, num_layers=2)),
         torch.bfloat16,
     )
     text.save_pretrained(ours / "text_encoder")

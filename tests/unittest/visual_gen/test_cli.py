@@ -13,7 +13,7 @@ import visual_gen.pipelines
 from visual_gen.cli import main
 from visual_gen.config import load_config
 from visual_gen.models.wan import WAN_PRESETS
-from visual_gen.runtime.model import find_model, missing_to_generate
+from visual_gen.runtime.model import find_model
 from visual_gen.runtime.record import RunRecord
 from visual_gen.version import __version__
 
@@ -200,7 +200,11 @@ def test_an_existing_output_is_replaced(generate, tmp_path):
         (["--set", "generation.fps=241"], "generation.fps = 241: wants 240 or less"),
         (["--set", "model.preset=wan2.1-t2v-14"], "did you mean 'wan2.1-t2v-14b'?"),
         (["--set", "model.preset=wan2.2-ti2v-5b"], "num_layers 30 against 8 in the folder"),
-        (["--set", "model.path=nowhere", "--set", "model.preset=wan2.2-ti2v-5b"], "its own timestep is not written"),
+        (["--image", "a.png"], "image is given, but this checkpoint makes videos from text alone"),
+        (["--set", "generation.image=[]"], "generation.image = []: wants the name of a file, or a list of them"),
+        (["--set", "offload=all"], "offload = 'all': wants 'none' or 'experts'"),
+        (["--set", "offload=experts"], "offload = 'experts': is for a pair of transformers"),
+        (["--set", "lora=[{path: a, transformer: transformer_2}]"], "lora.transformer = 'transformer_2': is for"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2_before_anything_loads(generate, stub, capsys, arguments, said):
@@ -347,25 +351,61 @@ def test_an_interrupted_run_is_exit_code_130_and_leaves_nothing(generate, stub, 
 
 
 @pytest.mark.parametrize(
-    "name", ["wan2.1_i2v_14b_480p", "wan2.1_i2v_14b_720p", "wan2.2_t2v_a14b", "wan2.2_i2v_a14b", "wan2.2_ti2v_5b"]
+    ("setting", "name", "value"),
+    [
+        ("generation.guidance_scale_2=1.5", "guidance_scale_2", 1.5),
+        ("generation.image=a.png", "image", "a.png"),
+        ("generation.last_image=a.png", "last_image", "a.png"),
+        ("generation.boundary_ratio=0.5", "boundary_ratio", 0.5),
+        ("offload=experts", "offload", "experts"),
+    ],
 )
-def test_models_that_cannot_generate_yet_say_what_is_missing(stub, capsys, tmp_path, name):
+def test_a_key_of_other_members_of_the_family_reaches_the_pipeline(generate, stub, setting, name, value):
+    elsewhere = ["--set", "model.path=nowhere/wan"]  # a Hub id, of which nothing is known before it is fetched
+    assert generate(*elsewhere) == 0
+    assert (stub.loaded | stub.called)[name] in (None, "none")
+    assert generate(*elsewhere, "--set", setting) == 0
+    assert (stub.loaded | stub.called)[name] == value
+
+
+@pytest.mark.parametrize(
+    ("preset", "images", "said"),
+    [
+        ("wan2.1-i2v-14b", [], "image is missing"),
+        ("wan2.1-flf2v-14b", ["--image", "a.png"], "last_image is missing"),
+        ("wan2.1-t2v-14b", ["--image", "a.png"], "image is given, but this checkpoint makes videos from text alone"),
+        ("wan2.1-t2v-14b", ["--set", "generation.guidance_scale_2=3"], "guidance_scale_2 = 3.0: is for a pair"),
+        ("wan2.2-ti2v-5b", ["--last-image", "a.png"], "last_image is given, but this checkpoint takes none"),
+    ],
+)
+def test_images_that_a_preset_does_not_take_or_misses_are_told_before_anything_is_fetched(
+    generate, stub, capsys, preset, images, said
+):
     stub.loaded = None
-    config = str(CONFIGS / f"{name}.yaml")
-    assert main(["generate", "--config", config, "--prompt", "a", "--output", str(tmp_path / "a.mp4")]) == 2
-    assert "cannot generate yet" in capsys.readouterr().err
+    assert generate("--set", "model.path=nowhere/wan", "--set", f"model.preset={preset}", *images) == 2
+    assert said in capsys.readouterr().err
     assert stub.loaded is None
-    assert main(["plan", "--config", config]) == 0
 
 
-def test_every_preset_either_generates_or_says_what_is_missing():
-    def missing(preset):
-        return missing_to_generate(find_model(load_config(SHAPES, ["model.path=nowhere", f"model.preset={preset}"])))
+@pytest.mark.parametrize("preset", WAN_PRESETS)
+def test_every_preset_generates(generate, stub, preset, monkeypatch):
+    monkeypatch.setattr("visual_gen.runtime.memory.available_bytes", lambda device: None)
+    task = find_model(load_config(SHAPES, ["model.path=nowhere/wan", f"model.preset={preset}"])).task
+    images = [("--image", task.image), ("--last-image", task.last_image)]
+    given = [text for option, need in images if need == "required" for text in (option, "a.png")]
+    size = ["--set", "generation.width=64"]  # which TI2V divides too
+    assert generate("--set", "model.path=nowhere/wan", "--set", f"model.preset={preset}", *size, *given) == 0
+    assert (stub.called["image"], stub.called["last_image"]) == tuple(
+        "a.png" if need == "required" else None for _, need in images
+    )
 
-    found = {preset: missing(preset) for preset in WAN_PRESETS}
-    assert {preset for preset, what in found.items() if what is None} == {"wan2.1-t2v-1.3b", "wan2.1-t2v-14b"}
-    assert "first-and-last-frame" in found["wan2.1-flf2v-14b"]
-    assert "image-to-video pipeline and the switch between" in found["wan2.2-i2v-a14b"]
+
+def test_one_image_is_for_all_prompts_and_several_for_one_each(generate, stub):
+    prompts = ["--set", "model.path=nowhere/wan", "--prompt", "a", "--prompt", "b"]
+    assert generate(*prompts, "--image", "x.png") == 0
+    assert stub.called["image"] == "x.png"
+    assert generate(*prompts, "--image", "x.png", "--image", "y.png") == 0
+    assert stub.called["image"] == ("x.png", "y.png")
 
 
 def test_a_model_that_is_not_here_is_bad_input(tmp_path, capsys):

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import UMT5Config, UMT5EncoderModel
+from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
 from attention_backend import register_backend
 from attention_backend.sdpa import SDPABackend
@@ -20,7 +20,7 @@ from visual_gen.config import ConfigError, RunConfig, load_config
 from visual_gen.models.wan import WAN_PRESETS, WanConfig, WanTransformer
 from visual_gen.pipelines import WanPipeline
 from visual_gen.runtime.costs import activation_bytes, flops, text_kv_bytes, text_rows
-from visual_gen.runtime.model import UMT5_XXL_ENCODER, WAN21_VAE, WAN22_VAE, PartSize
+from visual_gen.runtime.model import CLIP_VIT_H_VISION, UMT5_XXL_ENCODER, WAN21_VAE, WAN22_VAE, PartSize
 from visual_gen.runtime.plan import plan
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -40,6 +40,7 @@ def config_of(name: str, *overrides: str) -> RunConfig:
         ("wan2.1_t2v_14b", 14_288_491_584),
         ("wan2.1_i2v_14b_480p", 16_394_878_784),
         ("wan2.1_i2v_14b_720p", 16_394_878_784),
+        ("wan2.1_flf2v_14b_720p", 16_395_536_704),
         ("wan2.2_t2v_a14b", 14_288_491_584),
         ("wan2.2_i2v_a14b", 14_288_901_184),
         ("wan2.2_ti2v_5b", 4_999_787_712),
@@ -75,11 +76,44 @@ def test_weights_take_the_bytes_that_the_loaded_model_takes():
         assert plan(config).memory_bytes["weights"] == loaded
 
 
-def test_two_experts_stay_in_memory():
+def test_two_experts_stay_in_memory_unless_one_rests():
     one, two = plan(config_of("wan2.1_t2v_14b")), plan(config_of("wan2.2_t2v_a14b"))
     assert two.num_experts == 2
     assert two.memory_bytes["weights"] == 2 * one.memory_bytes["weights"]
-    assert any("one runs in each step" in note for note in two.notes)
+    assert two.memory_bytes["text_kv"] == one.memory_bytes["text_kv"]  # of the one that runs
+    assert any("one runs in each step; all stay" in note for note in two.notes)
+    resting = plan(config_of("wan2.2_t2v_a14b", "offload=experts"))
+    assert resting.memory_bytes["weights"] == one.memory_bytes["weights"]
+    assert any("rests in host memory" in note for note in resting.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "said"),
+    [
+        ("wan2.1_t2v_14b", "offload=experts", "offload = 'experts': is for a pair"),
+        ("wan2.1_t2v_14b", "generation.guidance_scale_2=3", "generation.guidance_scale_2 = 3.0: is for a pair"),
+        ("wan2.1_i2v_14b_480p", "generation.boundary_ratio=0.9", "generation.boundary_ratio = 0.9: is for a pair"),
+        ("wan2.2_t2v_a14b", "generation.image=a.png", "image is given, but this checkpoint makes videos from text"),
+        ("wan2.2_ti2v_5b", "generation.last_image=a.png", "last_image is given, but this checkpoint takes none"),
+        ("wan2.1_i2v_14b_480p", "generation.last_image=a.png", "last_image is given"),
+    ],
+)
+def test_settings_that_a_model_cannot_follow_are_refused(name, override, said):
+    with pytest.raises(ValueError, match=said):
+        plan(config_of(name, override))
+
+
+def test_a_first_image_gives_tokens_their_own_timesteps():
+    plain = plan(config_of("wan2.2_ti2v_5b"))
+    shown = plan(config_of("wan2.2_ti2v_5b", "generation.image=a.png"))
+    assert shown.memory_bytes["activations"] > plain.memory_bytes["activations"]
+    assert shown.flops_per_step["linear"] > plain.flops_per_step["linear"]
+
+
+def test_guidance_1_of_the_second_expert_is_told():
+    found = plan(config_of("wan2.2_t2v_a14b", "generation.guidance_scale_2=1"))
+    assert any("run one branch" in note for note in found.notes)
+    assert not any("run one branch" in note for note in plan(config_of("wan2.2_t2v_a14b")).notes)
 
 
 @pytest.mark.parametrize("mode", ["padded", "packed", "packed_pad_exact"])
@@ -194,7 +228,7 @@ def test_activations_are_near_what_a_forward_holds(dtype, ffn_dim, per_token):
     config = dataclasses.replace(SMALL, ffn_dim=ffn_dim)
     model = WanTransformer(config, dtype=dtype)
     rows, tokens = 2, 3 * 8 * 8
-    timestep = torch.full((rows, tokens) if per_token else (rows,), 500.0)
+    timestep = torch.full((1, tokens) if per_token else (1,), 500.0).expand(rows, *[-1] * per_token)  # as pipelines do
     latents = torch.zeros(rows, 8, 3, 16, 16)
     with torch.inference_mode():
         text_kv = model.project_text(torch.zeros(rows, 8, config.text_dim, dtype=dtype))
@@ -263,7 +297,7 @@ def test_a_local_folder_decides_and_needs_no_weights(tmp_path):
     )
     index = tmp_path / "copy" / "model_index.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"expand_timesteps": True}))
-    found = plan(config_of("wan_shapes_t2v", f"model.path={tmp_path / 'copy'}"))
+    found = plan(config_of("wan_shapes_t2v", f"model.path={tmp_path / 'copy'}", "generation.image=a.png"))
     whole = plan(config_of("wan_shapes_t2v"))
     assert found.parameters == whole.parameters
     assert found.memory_bytes["activations"] > whole.memory_bytes["activations"]  # one timestep for each token
@@ -308,7 +342,11 @@ def test_the_sizes_of_published_text_encoder_and_vaes_are_counted():
     )  # fmt: skip
     wan22 = {"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12,
              "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16}  # fmt: skip
+    vit_h = CLIPVisionConfig(
+        hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=16, patch_size=14
+    )
     with torch.device("meta"):
+        vision = CLIPVisionModel(vit_h)
         encoder, vaes = UMT5EncoderModel(umt5_xxl), (AutoencoderKLWan(), AutoencoderKLWan(**wan22))
     sizes = {name: parameter.numel() for name, parameter in encoder.named_parameters()}
     kept = sum(size for name, size in sizes.items() if ".wo." in name)
@@ -317,3 +355,7 @@ def test_the_sizes_of_published_text_encoder_and_vaes_are_counted():
     plans = [plan(config_of(name)).memory_bytes for name in ("wan2.1_t2v_14b", "wan2.2_t2v_a14b", "wan2.2_ti2v_5b")]
     assert [found["vae"] for found in plans] == [2 * WAN21_VAE.parameters] * 2 + [2 * WAN22_VAE.parameters]
     assert {found["text_encoder"] for found in plans} == {2 * UMT5_XXL_ENCODER.parameters}
+    assert PartSize(sum(p.numel() for p in vision.parameters())) == CLIP_VIT_H_VISION
+    seen = {name: plan(config_of(name)).memory_bytes for name in ("wan2.1_i2v_14b_480p", "wan2.2_i2v_a14b")}
+    assert seen["wan2.1_i2v_14b_480p"]["image_encoder"] == 2 * CLIP_VIT_H_VISION.parameters
+    assert "image_encoder" not in seen["wan2.2_i2v_a14b"]

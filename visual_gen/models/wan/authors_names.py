@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,14 @@ class PickledWeights(WeightFiles):
             raise CheckpointError(
                 f"{path} is damaged, or holds more than tensors ({cause}): download it again, or save its state_dict"
             ) from error
-        state = {_bare(name): x for name, x in _find_state(path, content, candidates, state_dict).items()}
+        found = _find_state(path, content, candidates, state_dict)
+        state = {_bare(name): x for name, x in found.items()}
+        if len(state) != len(found):
+            twice = [name for name, count in Counter(map(_bare, found)).items() if count > 1]
+            raise CheckpointError(
+                f"{path} has {', '.join(twice[:4])} more than once, under names that differ in what wrappers put in "
+                "front: keep one of each"
+            )
         shapes = {name: tuple(x.shape) for name, x in state.items()}
         return cls((path,), shapes, {name: x.dtype for name, x in state.items()}, state)
 

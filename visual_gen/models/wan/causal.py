@@ -12,12 +12,21 @@ import torch
 
 from attention_backend import AttentionBackend
 from attention_backend.kv_cache import CachedAttention, KVBatch, KVCacheError
+from visual_gen.config import AttentionConfig
 from visual_gen.models.wan.causal_inputs import CausalInputs
 from visual_gen.models.wan.config import WanConfig
 from visual_gen.models.wan.text_kv import TextKV
 from visual_gen.models.wan.text_pool import PooledText, TextPool, check_served, pooled
 from visual_gen.models.wan.transformer import WanTransformer
 from visual_gen.modules.block_causal import BlockMask
+
+
+def causal_needs(role: str, attention: AttentionConfig) -> frozenset[str]:
+    """What a causal model asks of a role's backend."""
+    # Each row reads its prompt where that lies. A backend that is named for self-attention may do without extents: the
+    # cache then reads by copies.
+    extents = role == "cross_text" or attention.self == "auto"
+    return frozenset({"extent_kv"}) if extents else frozenset()
 
 
 class CausalWanTransformer(WanTransformer):
@@ -53,7 +62,7 @@ class CausalWanTransformer(WanTransformer):
         )
 
     def _needs(self, role: str) -> frozenset[str]:
-        return frozenset({"extent_kv"}) if role == "cross_text" else frozenset()
+        return causal_needs(role, self.attention)
 
     def forward(
         self,
@@ -178,13 +187,7 @@ class CausalWanTransformer(WanTransformer):
         return grids
 
     def _check_layers(self, kv: KVBatch) -> None:
-        layer, heads = kv.layer(0), (self.config.num_attention_heads, self.config.attention_head_dim)
-        found = (tuple(layer.k.shape[-2:]), layer.k.dtype, layer.k.device)
-        if found != (heads, self.dtype, self.device):
-            raise ValueError(
-                f"the cache holds heads, head_dim {found[0]} in {found[1]} on {found[2]}; this model has {heads} in "
-                f"{self.dtype} on {self.device}: make the cache from the model's settings"
-            )
+        self._check_form("the cache", kv.layer(0).k, "make the cache from the model's settings")
         kv.layer(self.config.num_layers - 1)
         try:
             kv.layer(self.config.num_layers)
@@ -192,11 +195,22 @@ class CausalWanTransformer(WanTransformer):
             return
         raise ValueError(f"the cache has more layers than the {self.config.num_layers} of this model: make its own")
 
+    def _check_form(self, what: str, k: torch.Tensor, way_out: str) -> None:
+        heads = (self.config.num_attention_heads, self.config.attention_head_dim)
+        found = (tuple(k.shape[-2:]), k.dtype, k.device)
+        if found != (heads, self.dtype, self.device):
+            raise ValueError(
+                f"{what} holds heads, head_dim {found[0]} in {found[1]} on {found[2]}; this model has {heads} in "
+                f"{self.dtype} on {self.device}: {way_out}"
+            )
+
     def _bind_caches(self) -> None:
         """Gives each self-attention site what reads a cache through the backend that it has now. Made here, as looking
         a backend up is not for a compiled block."""
         for block in self.blocks:
             site = block.self_attn
+            if site.cached is not None and site.cached.backend is site.backend:
+                continue  # as in every forward but the first, and setting a module's attribute is slow
             if self._cached is None or self._cached.backend is not site.backend:
                 self._cached = CachedAttention(site.backend)
             site.cached = self._cached
@@ -209,6 +223,7 @@ class CausalWanTransformer(WanTransformer):
                 f"text_kv has {len(text.pool.keys)} layers in mode {text.pool.cross_kv!r}, this model has "
                 f"{self.config.num_layers} in mode {self.attention.cross_kv!r}: project the text with this model"
             )
+        self._check_form("text_kv", text.pool.keys[0], "project the text with this model")
 
 
 def _frame_timesteps(timestep: torch.Tensor | Sequence[torch.Tensor], frames: list[int], ragged: bool) -> torch.Tensor:

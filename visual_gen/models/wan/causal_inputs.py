@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attention_backend.graph_buffers import GraphBuffers
 from attention_backend.kv_cache import KVBatch, PagedBatch
 from visual_gen.modules.attention import CrossKV
 
@@ -24,6 +25,7 @@ class CausalInputs:
     kv: KVBatch
     rotary: torch.Tensor  # complex64 [N, S, 1, D / 2], of absolute frames
     text: tuple[CrossKV, ...]  # one for each layer, over the same pool rows; their metadata is one object
+    text_buffers: GraphBuffers | None = None  # that these metadata lie in, where they are a graph's
 
     def signature(self) -> tuple:
         """What a graph is keyed on: shapes, bounds and the read path, never lengths, places or positions."""
@@ -33,12 +35,9 @@ class CausalInputs:
         """A copy with tensors of its own at fixed addresses, for a graph; copy_into refreshes them."""
         if not isinstance(self.kv, PagedBatch):
             raise ValueError("the batch is not a paged cache's, which alone gives a graph tensors of its own")
-        metadata = self.text[0].metadata
-        copies = {name: getattr(metadata, name).clone() for name in ("starts_kv", "seqused_kv")}
-        # What the host knows of lengths and places is of these rows alone.
-        metadata = dataclasses.replace(metadata, **copies, starts=None, kv_lens=None)
-        text = tuple(dataclasses.replace(layer, metadata=metadata) for layer in self.text)
-        return CausalInputs(self.kv.static(), self.rotary.clone(), text)
+        buffers = GraphBuffers(self.text[0].metadata)
+        text = tuple(dataclasses.replace(layer, metadata=buffers.entry) for layer in self.text)
+        return CausalInputs(self.kv.static(), self.rotary.clone(), text, buffers)
 
     def copy_into(self, static: CausalInputs) -> None:
         """Puts these rows' places, positions and texts into a graph's inputs, before every replay.
@@ -53,8 +52,7 @@ class CausalInputs:
             raise ValueError("the graph reads another text pool: write the prompt into that one, or capture another")
         self.kv.copy_into(static.kv)
         static.rotary.copy_(self.rotary)
-        for name in ("starts_kv", "seqused_kv"):
-            getattr(static.text[0].metadata, name).copy_(getattr(self.text[0].metadata, name))
+        static.text_buffers.copy_from(self.text[0].metadata)
 
 
 class CausalGraph:

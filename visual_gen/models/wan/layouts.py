@@ -24,6 +24,12 @@ LOOKED_FOR = (
     f"high_noise_model and low_noise_model, beside {TEXT_ENCODER}, {' or '.join(VAES)} and {TOKENIZER} (the layout of "
     "Wan's authors)"
 )
+# What tokenizer_config.json says → a fast class that every transformers has.
+_TOKENIZERS = {
+    None: "T5TokenizerFast",
+    "T5Tokenizer": "T5TokenizerFast",
+    "TokenizersBackend": "PreTrainedTokenizerFast",  # transformers 5's name
+}
 _STEMS = {"text_encoder": "model", "image_encoder": "model"}
 _PARTS = {
     "text_encoder": (authors_parts.text_encoder_config, authors_parts.text_encoder_weights),
@@ -143,7 +149,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         "expand_timesteps": kind == "ti2v",
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "T5TokenizerFast" if tokenizer in (None, "T5Tokenizer") else tokenizer],
+        "tokenizer": ["transformers", _TOKENIZERS.get(tokenizer, tokenizer)],
         "transformer": wan,
         "transformer_2": wan if experts else none,
         "vae": ["diffusers", "AutoencoderKLWan"],

@@ -83,6 +83,12 @@ class TextPool:
                 f"mode {self.cross_kv!r}: project the text with the pool's model"
             )
         source = TextPool.viewing(text_kv)
+        found, own = ((tuple(pool.keys[0].shape[1:]), pool.keys[0].dtype) for pool in (source, self))
+        if found != own:
+            raise ValueError(
+                f"text_kv has heads, head_dim {found[0]} in {found[1]}, the pool {own[0]} in {own[1]}: project the "
+                "text with the pool's model"
+            )
         first, length = source._starts[row], source._lens[row]
         if length > self.text_len:
             raise ValueError(f"the text has {length} rows, a slot of the pool {self.text_len}: make a larger pool")

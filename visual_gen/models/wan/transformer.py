@@ -306,8 +306,8 @@ class WanTransformer(TakesLoRA):
                 f"{self.config.num_layers} in mode {self.attention.cross_kv!r}: project the text with this model"
             )
 
-        if timestep.ndim == 1 and timestep.stride(0) == 0:
-            timestep = timestep[:1]  # one expanded value, as pipelines pass it: embed it once for all rows
+        if timestep.stride(0) == 0:
+            timestep = timestep[:1]  # expanded over the rows, as pipelines pass it: embed it once for all
 
         rotary = self._rotary.grid(frames, height, width, hidden_states.device)
         tokens = self._patchify(hidden_states.to(self.dtype))

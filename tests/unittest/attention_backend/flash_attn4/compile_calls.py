@@ -37,6 +37,7 @@ class Call:
 CALLS = [Call(form, return_lse=lse) for form in ("dense", "padded", "packed", "packed_q") for lse in (False, True)]
 CALLS += [Call("paged", block_size=128, return_lse=lse) for lse in (False, True)]
 CALLS += [Call("paged", block_size=104), Call("paged_q", block_size=104, return_lse=True)]
+CALLS += [Call("paged_q", block_size=128)]  # a KV cache's block tables
 CALLS += [Call("extent"), Call("extent_q"), Call("extent_q", return_lse=True)]
 # Each of the rest over a few of the forms that read Q and K differently, to keep all of this under two minutes.
 CALLS += [Call("dense", heads=6, kv_heads=2, causal=True)]

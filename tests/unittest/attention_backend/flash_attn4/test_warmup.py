@@ -66,6 +66,30 @@ def test_every_form_that_a_configuration_can_take_is_called_once(stand_in, mode,
     assert stand_in.calls[1]["k"].shape[:2] == (batch, 64)
 
 
+@pytest.mark.parametrize("read, pages", [("auto", False), ("extent", False), ("block_table", True), ("staged", False)])
+@pytest.mark.parametrize("guidance_scale, rows", [(4, 2), (1, 1)])
+def test_a_stream_is_called_as_over_its_cache(stand_in, read, pages, guidance_scale, rows):
+    config = load_config(
+        CONFIGS / "wan_shapes_t2v.yaml",
+        [*SMALL, "device=cpu", "dtype=bfloat16", "attention.self=stand_in", "attention.cross_text=stand_in",
+         f"generation.guidance_scale={guidance_scale}", f"causal.read={read}", "causal.block_size=4"],
+    )  # fmt: skip
+    found = warm_up(config)
+    over = f"a KV cache, {'extent' if read == 'auto' else read}"
+    assert [(v.role, v.call) for v in found.variants] == [("self", over), ("cross_text", "a text pool")]
+    assert all(v.seconds > 0 for v in found.variants)
+    over_cache, over_text = stand_in.calls
+    queries = QUERIES + 3 * 6 % 16
+    for call in stand_in.calls:
+        assert call["q"].shape == (rows * queries, 4, 64) and call["cu_seqlens_q"].diff().tolist() == [queries] * rows
+    if pages:
+        assert over_cache["k"].shape[1] == 4 and over_cache["page_table"].shape == (rows, queries // 4 + 1)
+    else:
+        assert over_cache["k"].ndim == 3 and over_cache["cu_seqlens_k"] is not None
+        assert over_cache["seqused_k"].tolist() == [queries] * rows
+    assert over_text["k"].shape == (rows * 64, 4, 64) and over_text["seqused_k"].tolist() == [64] * rows
+
+
 def test_roles_are_chosen_apart_and_sdpa_needs_nothing(stand_in, capsys):
     settings = ["device=cpu", "attention.cross_text=stand_in", "attention.self=sdpa"]
     path = str(CONFIGS / "wan_shapes_t2v.yaml")

@@ -169,7 +169,9 @@ def test_one_compiled_graph_serves_all_chunks_and_layers():
 def test_an_eighth_chunk_is_refused_before_anything_is_written():
     cache = make_cache(1)
     for _ in range(CHUNKS):
-        cache.begin(FRAMES).commit()
+        chunk = cache.begin(FRAMES)
+        cache.batch(chunk)
+        chunk.commit()
     with pytest.raises(KVCacheError, match="21 frames are committed and 3 more exceed capacity_frames 21.*Paged"):
         cache.begin(FRAMES)
     with pytest.raises(KVCacheError, match="and 1 more exceed"):
@@ -231,6 +233,8 @@ def test_failed_rows_are_told_from_the_output():
 def test_an_order_of_calls_that_cannot_be_right():
     cache = make_cache(1)
     chunk = cache.begin(FRAMES)
+    with pytest.raises(KVCacheError, match=r"commit\(\) of a chunk with no forward"):
+        chunk.commit()
     batch = cache.batch(chunk)
     with pytest.raises(KVCacheError, match="a chunk of 3 frames is open"):
         cache.begin(1)

@@ -117,6 +117,21 @@ def test_rollback_brings_back_windows_and_lengths(harness, read, recent, chunks)
     harness.step(cache, [stream], 2)
 
 
+@pytest.mark.parametrize("commits", [1, 2, 3, 4, 5, 6, 9])
+def test_as_many_chunks_can_be_taken_back_as_were_asked_for(harness, commits):
+    cache = harness.cache(num_blocks=200)
+    stream = harness.open(cache, sink_frames=1, recent_frames=2, rollback_chunks=5)
+    windows = []
+    for _ in range(commits):
+        windows.append(harness.window(stream))
+        harness.step(cache, [stream], denoise=0)
+    kept = min(commits, 5)
+    with pytest.raises(KVCacheError, match=f"{kept + 1} chunks to take back, and {kept} are kept"):
+        stream.session.rollback(kept + 1)
+    stream.session.rollback(kept)
+    assert stream.session.frames == commits - kept and harness.same(windows[-kept], harness.window(stream))
+
+
 def test_what_is_set_aside_after_a_rollback_leaves_what_older_chunks_need(harness, read):
     cache = harness.cache(read=read)
     stream = harness.open(cache, recent_frames=2, rollback_chunks=2)
@@ -298,6 +313,23 @@ def test_uses_out_of_order_are_refused(harness):
         pass
 
 
+@pytest.mark.parametrize(
+    "options", [{"recent_frames": 2, "sink_frames": 1}, {"recent_frames": None, "capacity_frames": 2}]
+)
+def test_without_a_limit_a_chunk_may_fill_the_window(harness, read, options):
+    cache = harness.cache(read=read)
+    assert cache.sessions_that_fit(**options) > 0
+    stream = harness.open(cache, max_chunk_frames=None, rollback_chunks=1, **options)
+    harness.step(cache, [stream], 2)
+    if options["recent_frames"]:
+        harness.step(cache, [stream], 2)
+    with pytest.raises(KVCacheError, match="a chunk of 3 frames, and the session was opened for at most 2"):
+        stream.session.begin(3)
+    stream.session.rollback()
+    del stream.frames[-2:]
+    harness.step(cache, [stream], 2)
+
+
 def test_batches_that_contradict_themselves_are_refused(harness):
     cache, other = harness.cache(), harness.cache()
     chunk = harness.open(cache, recent_frames=2, branches=2).session.begin(1)
@@ -307,6 +339,7 @@ def test_batches_that_contradict_themselves_are_refused(harness):
         (lambda: cache.batch([]), "at least one chunk"),
         (lambda: cache.batch([chunk, chunk]), "given twice"),
         (lambda: cache.batch([chunk, foreign]), "another cache's"),
+        (lambda: cache.batch([chunk.session]), "a list of what begin"),
         (lambda: cache.batch([chunk], branches=[2]), "branch 2 of a session with 2"),
         (lambda: cache.batch([chunk], branches=[-1]), "branch -1"),
         (lambda: cache.batch([chunk], branches=[0, 0]), "each once"),

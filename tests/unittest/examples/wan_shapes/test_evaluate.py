@@ -35,7 +35,7 @@ def test_the_packaged_checkpoint_follows_eight_prompts(tmp_path):
 
 @pytest.mark.parametrize("shifted", [False, True])
 def test_scores_follow_what_the_pipeline_shows(shifted, tmp_path):
-    evaluation = Evaluation(tmp_path, pipeline=None)
+    evaluation = Evaluation(folder=tmp_path, pipeline=None)
     evaluation.pipeline = Drawn(evaluation.prompts("seen"), shifted)
     evaluate(evaluation, ["seen"], tmp_path)
     assert evaluation.passed() is not shifted
@@ -52,7 +52,7 @@ def test_a_contact_sheet_has_a_row_for_each_clip(tmp_path):
 
 
 def test_a_clip_is_made_once_unless_it_is_wanted_again(tmp_path):
-    evaluation = Evaluation(tmp_path, pipeline=None)
+    evaluation = Evaluation(folder=tmp_path, pipeline=None)
     prompts = evaluation.prompts("seen")[:3]
     evaluation.pipeline = drawn = Drawn(prompts)
     first = evaluation.generate(prompts[:2], num_frames=17)

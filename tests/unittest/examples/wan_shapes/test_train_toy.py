@@ -33,7 +33,7 @@ def test_a_stage_cut_short_says_so_and_the_next_call_finishes_it(trained):
 
 def test_settings_are_kept_with_the_run(trained):
     folder, _, _ = trained
-    assert settings_from(json.loads((folder / "settings.json").read_text())) == TOY
+    assert settings_from(json.loads((folder / "settings.json").read_text()), Settings) == TOY
     assert RunFolder(folder, Settings()).settings == TOY
 
 

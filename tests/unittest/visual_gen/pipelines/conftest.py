@@ -56,9 +56,9 @@ def counted(pipe, monkeypatch):
         calls["batches"].append(hidden_states.shape[0])
         return forward(hidden_states, timestep, **kwargs)
 
-    def counting_project_text(hidden, text_lens, *, text_index):
+    def counting_project_text(hidden, text_lens, image_tokens, *, text_index):
         calls["text_lens"].append([text_lens[i] for i in text_index])
-        return project_text(hidden, text_lens, text_index=text_index)
+        return project_text(hidden, text_lens, image_tokens, text_index=text_index)
 
     monkeypatch.setattr(pipe.transformer, "forward", counting_forward)
     monkeypatch.setattr(pipe.transformer, "project_text", counting_project_text)

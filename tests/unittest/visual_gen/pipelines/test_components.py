@@ -34,23 +34,28 @@ def rewrite_weights(path, change):
 @pytest.mark.parametrize(
     "file, changes, said",
     [
-        ("model_index.json", {"_class_name": "WanImageToVideoPipeline"}, "Wan image-to-video, which .* not serve yet"),
+        (
+            "model_index.json",
+            {"_class_name": "WanImageToVideoPipeline"},
+            "'WanImageToVideoPipeline', but the in_channels and out_channels of .* are those of a WanPipeline",
+        ),
+        ("model_index.json", {"_class_name": "WanVACEPipeline"}, "Wan VACE .* does not serve"),
         ("model_index.json", {"_class_name": "FluxPipeline"}, "a FluxPipeline, which is not a Wan .*DiffusionPipeline"),
         ("model_index.json", {"_class_name": None}, "not a Wan text-to-video"),
         (
             "model_index.json",
             {"transformer_2": ROW},
-            "a second transformer .*Wan 2.2 A14B.* diffusers.WanPipeline does",
+            "names a second transformer .*Wan 2.2 A14B.*transformer_2 is missing: download it",
         ),
-        ("model_index.json", {"boundary_ratio": 0.875}, r"boundary_ratio 0.875 \(two experts"),
-        ("model_index.json", {"expand_timesteps": True}, "one timestep per token, as in Wan 2.2 TI2V 5B"),
+        ("model_index.json", {"boundary_ratio": 0.875}, r"boundary_ratio 0.875 \(two experts.* names no transformer_2"),
+        ("model_index.json", {"boundary_ratio": 1}, "boundary_ratio is 1; it must be a number between 0 and 1"),
         ("model_index.json", {"text_encoder": ["transformers", "T5EncoderModel"]}, "'T5EncoderModel' as text_encoder"),
         ("model_index.json", {"vae": [None, None]}, "None as vae; a Wan pipeline needs AutoencoderKLWan"),
         ("transformer/config.json", {"_class_name": "FluxTransformer2DModel"}, "needs 'WanTransformer3DModel'"),
         ("transformer/config.json", {"text_dim": 7}, "text_dim 7, but the text_encoder's d_model is"),
-        ("transformer/config.json", {"in_channels": 36}, "in_channels 36, but the vae's z_dim is"),
-        ("transformer/config.json", {"out_channels": 3}, "out_channels 3, but the vae's z_dim is"),
-        ("transformer/config.json", {"image_dim": 1280}, "an image-to-video transformer, which .* not serve yet"),
+        ("transformer/config.json", {"in_channels": 36}, "'WanPipeline', but .* those of a WanImageToVideoPipeline"),
+        ("transformer/config.json", {"in_channels": 9, "out_channels": 9}, "in_channels 9, but the vae's z_dim is"),
+        ("transformer/config.json", {"image_dim": 1280}, "image_dim is 1280 and added_kv_proj_dim None"),
         ("vae/config.json", {"_class_name": "AutoencoderKL"}, "needs 'AutoencoderKLWan'"),
         ("vae/config.json", {"latents_mean": [0.0]}, "1 latents_mean for"),
         (
@@ -150,9 +155,9 @@ def test_a_missing_or_truncated_shard_is_named_before_anything_is_loaded(copied,
         WanPipeline.from_pretrained(copied.folder, progress=False)
 
 
-def test_a_folder_with_a_second_transformer_inside_is_refused(copied):
+def test_a_second_transformer_that_the_index_does_not_name_is_refused(copied):
     (copied.folder / "transformer_2").mkdir()
-    with pytest.raises(CheckpointError, match="a second transformer"):
+    with pytest.raises(CheckpointError, match="transformer_2 is there, but .* does not name it"):
         WanPipeline.from_pretrained(copied.folder, progress=False)
 
 
@@ -232,6 +237,10 @@ def test_a_tokenizer_that_does_not_load_names_its_folder(copied):
         ({"device": "cuda:99"}, "device is 'cuda:99'; torch .* sees .* CUDA device"),
         ({"scheduler": "ddim"}, "scheduler is 'ddim'"),
         ({"flow_shift": 0}, "flow_shift is 0"),
+        ({"boundary_ratio": 0.9}, "boundary_ratio is 0.9, but .* has no transformer_2"),
+        ({"boundary_ratio": "0.9"}, "boundary_ratio is '0.9'; it must be a number between 0 and 1"),
+        ({"offload": "all"}, "offload is 'all'; it must be one of 'none', 'experts'"),
+        ({"offload": "experts"}, "offload is 'experts', but this checkpoint has one transformer"),
         ({"attention": {"cross_kv": "ragged"}}, "cross_kv"),
         ({"attention": {"selff": "sdpa"}}, "selff"),
         ({"attention": {"self": "FA9"}}, "no attention backend 'FA9'"),

@@ -6,7 +6,9 @@ import shutil
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from PIL import Image
 from safetensors.torch import load_file
+from transformers import CLIPImageProcessorPil
 
 from visual_gen.checkpoint import CheckpointError
 from visual_gen.models.wan import WanConfig, WanTransformer
@@ -114,15 +116,27 @@ def test_every_transformer_of_an_authors_folder_is_the_original(make_checkpoint,
     same(whole.state_dict(), WanTransformer.from_pretrained(made.diffusers / "transformer").state_dict())
 
 
-def test_frames_are_the_originals_bit_for_bit(make_checkpoint, converted):
-    made = make_checkpoint("t2v")
-    frames = [
-        WanPipeline.from_pretrained(folder, progress=False)(
-            "a red circle", negative_prompt="a", generator=torch.Generator().manual_seed(0), **RUN
-        ).frames
-        for folder in (made.diffusers, made.authors, converted("t2v"))
-    ]
+@pytest.mark.parametrize("kind", KINDS)
+def test_frames_are_the_originals_bit_for_bit(make_checkpoint, converted, tmp_path, kind):
+    made, images = make_checkpoint(kind), {}
+    original = shutil.copytree(made.diffusers, tmp_path / "original")
+    if (original / "image_encoder").is_dir():
+        CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}).save_pretrained(
+            original / "image_processor"
+        )
+    if kind not in ("t2v", "t2v-a14b"):
+        images["image"] = Image.effect_noise((40, 40), 60).convert("RGB")
+    if kind in ("flf2v", "i2v-a14b"):
+        images["last_image"] = Image.effect_noise((40, 40), 60).convert("RGB")
+    frames, steps = [], []
+    for folder in (original, made.authors, converted(kind)):
+        output = WanPipeline.from_pretrained(folder, progress=False)(
+            "a red circle", negative_prompt="a", generator=torch.Generator().manual_seed(0), **RUN, **images
+        )
+        frames.append(output.frames)
+        steps.append(output.record.expert_steps)
     assert (frames[0] == frames[1]).all() and (frames[0] == frames[2]).all()
+    assert steps == [[0, 1] if "a14b" in kind else []] * 3
 
 
 @pytest.mark.parametrize("kind", ["t2v", "ti2v"])
@@ -156,7 +170,7 @@ def test_plan_reads_an_authors_folder(make_checkpoint):
     from visual_gen.config import RunConfig
     from visual_gen.runtime.model import find_model
 
-    for kind, experts, scale in (("t2v", 1, 8), ("t2v-a14b", 2, 8), ("ti2v", 1, 16)):
+    for kind, experts, scale in (("t2v", 1, 8), ("i2v", 1, 8), ("t2v-a14b", 2, 8), ("ti2v", 1, 16)):
         found, original = (
             find_model(RunConfig.model_validate({"model": {"path": str(folder)}}))
             for folder in (make_checkpoint(kind).authors, make_checkpoint(kind).diffusers)
@@ -164,6 +178,7 @@ def test_plan_reads_an_authors_folder(make_checkpoint):
         assert (found.num_experts, found.geometry.spatial_scale) == (experts, scale)
         assert found.timestep_per_token == (kind == "ti2v")
         assert (found.vae, found.text_encoder) == (original.vae, original.text_encoder) and found.vae.parameters
+        assert found.image_encoder == original.image_encoder and (found.image_encoder is None) == (kind != "i2v")
 
 
 @pytest.mark.parametrize(

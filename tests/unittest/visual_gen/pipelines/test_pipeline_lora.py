@@ -12,6 +12,7 @@ from visual_gen.cli import main
 from visual_gen.config import ConfigError, load_config
 from visual_gen.models.wan import WanTransformer
 from visual_gen.pipelines import WanPipeline
+from visual_gen.pipelines.experts import Experts
 from visual_gen.pipelines.lora import check_loras
 
 Q = "diffusion_model.blocks.3.self_attn.q"
@@ -60,9 +61,10 @@ def test_each_of_two_transformers_has_its_own(pipe, lora, monkeypatch):
     with pytest.raises(ValueError, match="no 'transformer_2'; it has transformer"):
         pipe.load_lora(lora[0], transformer="transformer_2")
     second = WanTransformer(pipe.transformer.config)
-    monkeypatch.setattr(pipe, "transformer_2", second, raising=False)
+    monkeypatch.setattr(pipe, "experts", Experts([pipe.transformer, second], 900.0, one_on_device=True))
     pipe.load_lora(lora[0], name="a", scale=0.1)
     pipe.load_lora(lora[0], name="a", scale=0.2, transformer="transformer_2")
+    assert pipe.experts.exchanges == 1  # loaded where it will run
     assert pipe.lora_scales == {"transformer": {"a": 0.1}, "transformer_2": {"a": 0.2}}
     pipe.set_lora_scale("a", 0.3)
     assert second.lora_scales == pipe.transformer.lora_scales == {"a": 0.3}

@@ -125,6 +125,51 @@ def test_guidance_runs_both_branches_in_one_forward_and_none_without_need(model,
     assert set(rows) == {1}
 
 
+def test_a_prompt_switch_counts_from_its_chunk_on(model, run):
+    first, later = run(4), run(4, switches={2: text(3, seed=9)})
+    assert torch.equal(first[:, :4], later[:, :4]) and not torch.allclose(first[:, 4:6], later[:, 4:6], atol=1e-3)
+    assert torch.equal(run(2, switches={0: text(3, seed=9)}), run(2, switches={0: text(3, seed=9), 1: text(3, seed=9)}))
+    assert torch.equal(first, run(4, switches={1: text(), 7: text(3, seed=9)}))
+
+
+def test_a_switch_keeps_what_was_committed_and_the_negative_text(model, run):
+    """Chunk 1 under another text, over chunk 0's keys and values under the first."""
+    settings, guide = CausalConfig(**FEW), {"negative": text(2, seed=1), "guidance_scale": 3.0}
+    found = run(2, switches={1: text(3, seed=9)}, **guide)[:, 2:]
+    generator = seeded()
+    with torch.no_grad():
+        cache = stream_cache(model, settings, S, branches=2)
+        before, after = (model.project_text(torch.cat([rows.hidden, text(2, seed=1).hidden]), [*rows.lens, 2])
+                         for rows in (text(), text(3, seed=9)))
+        with cache.open_session(sink_frames=0, recent_frames=6, branches=2, max_chunk_frames=2) as session:
+            for text_kv in (before, after):
+                with session.begin(2) as chunk:
+                    x = torch.randn(C, 2, *SIZE, generator=generator)
+                    for sigma, following in itertools.zip_longest(*((1.0, 5 / 6)[i:] for i in (0, 1))):
+                        t = torch.tensor([1000 * sigma] * 2)
+                        towards, away = model(x.expand(2, *x.shape), t, kv=cache.batch([chunk]), text_kv=text_kv)
+                        x = x - sigma * (away + 3 * (towards - away))
+                        if following:
+                            x = torch.lerp(x, torch.randn(x.shape, generator=generator), following)
+                    model(x.expand(2, *x.shape), torch.zeros(2), kv=cache.batch([chunk]), text_kv=text_kv)
+                    chunk.commit()
+    torch.testing.assert_close(found, x, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("switches", "says"),
+    [
+        ({-1: text()}, "switches has -1"),
+        ({True: text()}, "switches has True"),
+        ({1: TextRows(torch.zeros(1, 9, 10), [3], [0])}, r"switches\[1\] has shape \(1, 9, 10\)"),
+        ({1: TextRows(torch.zeros(2, TEXT_LEN, 10), [3, 3], [0, 1])}, r"switches\[1\] has 2 rows"),
+    ],
+)
+def test_switches_that_no_stream_could_make_are_refused_at_once(model, switches, says):
+    with pytest.raises(ValueError, match=says):
+        rollout(model, text(), SIZE, num_chunks=2, settings=CausalConfig(**FEW), switches=switches)
+
+
 def test_a_stream_without_guidance_takes_memory_for_one_branch(model):
     settings = CausalConfig(**FEW)
     one, two = (stream_cache(model, settings, S, branches=n) for n in (1, 2))
@@ -268,6 +313,9 @@ def test_a_stream_without_end_stops_where_the_rotary_table_does(model):
         ({"negative": TextRows(torch.zeros(1, 5, 10), [1], [0]), "guidance_scale": 2.0}, "encode both to one length"),
         ({"num_chunks": 13}, r"makes 26 latent frames; the model knows 24 \(rope_max_seq_len\)"),
         ({"latent_size": (4, 5)}, r"latent_size is \(4, 5\)"),
+        ({"latent_size": (2, 4, 6)}, r"latent_size is \(2, 4, 6\); it must be \(H, W\)"),
+        ({"latent_size": (4.0, 6)}, "two integers"),
+        ({"negative": text(), "guidance_scale": float("nan")}, "guidance_scale is nan; it must be a finite number"),
         ({"text": TextRows(torch.zeros(2, 7, 10), [1, 1], [0, 1])}, "text has 2 rows"),
         ({"negative": TextRows(torch.zeros(2, 7, 10), [1, 1], [0, 1])}, "negative has 2 rows"),
         ({"first_latents": torch.zeros(1, 4, 2, 4, 6)}, r"first_latents has shape \(1, 4, 2, 4, 6\)"),
@@ -300,6 +348,7 @@ def test_a_cache_for_other_frames_is_refused(model):
         ({"recent_frames": 1}, "recent_frames of at least 2"),
         ({"first_chunk_frames": 7}, "recent_frames of at least 7"),
         ({"steps": [500, 1000]}, "noise levels that fall"),
+        ({"steps": [True, 0.5]}, "noise levels that fall"),
         ({"steps": []}, "noise levels that fall"),
         ({"steps": [1500]}, "less than or equal to 1000"),
         ({"steps": [1000, 0]}, "greater than 0"),

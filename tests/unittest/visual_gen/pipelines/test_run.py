@@ -255,7 +255,7 @@ def test_sizes_that_the_checkpoint_was_not_made_for_are_warned_about(pipe, gener
 
 def test_the_record_has_what_the_checkpoint_calls_itself(generate):
     record = generate("a red circle").record
-    assert record.checkpoint_label.startswith("experimental checkpoint")
+    assert record.checkpoint_label.startswith("demo checkpoint")
     assert not any("experimental" in warning for warning in record.warnings)
 
 

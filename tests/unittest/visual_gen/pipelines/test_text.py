@@ -1,9 +1,13 @@
 """Prompts on their way to text rows: cleaning, cut words, unknown words, and padding that is not computed."""
 
+import inspect
+import re
+
 import pytest
 import torch
 
-from visual_gen.pipelines.text import clean_prompt, encode, tokenize
+from visual_gen.config import GenerationConfig
+from visual_gen.pipelines.text import clean_prompt, encode, text_warnings, tokenize
 
 UNKNOWN = "zzyzx"
 
@@ -15,6 +19,13 @@ UNKNOWN = "zzyzx"
         ("a &amp;amp; b &lt;c&gt;", "a & b <c>"),
         ("cafÃ©", "café"),
         ("", ""),
+        ("一只　红色的\u00a0猫，＂跑＂！", "一只 红色的 猫,\"跑\"!"),
+        ("赤い\u3000円が\r\n動く", "赤い 円が 動く"),
+        ("un cercle\u202frouge…&nbsp;ﬁn", "un cercle rouge… fin"),
+        ("‘quoted’ “twice”\x1b[31m", "'quoted' \"twice\""),
+        ("دائرة حمراء\u200f\u2028تتحرك", "دائرة حمراء\u200f تتحرك"),
+        ("a 🔴 circle\ufeff", "a 🔴 circle"),
+        ("e\u0301te\u0301", "été"),
     ],
 )
 def test_prompts_are_cleaned_as_diffusers_cleans_them(text, cleaned):
@@ -41,6 +52,43 @@ def test_words_that_do_not_fit_are_named(pipe, generate):
     output = generate("a red circle moving left", max_sequence_length=4)
     assert any("prompt is longer" in w and "'moving left'" in w for w in output.record.warnings)
     assert output.record.prompt_tokens == [4]
+
+
+class CharacterTokenizer:
+    """A token for each word of Latin letters and each other character, one at the end; as a fast tokenizer answers."""
+
+    unk_token_id = 1
+
+    def __call__(self, text, **_):
+        spans = [match.span() for match in re.finditer(r"[A-Za-z]+|\S", text)]
+        end = [(0, 0)]
+        return {
+            "input_ids": [5] * len(spans) + [2],
+            "offset_mapping": spans + end,
+            "special_tokens_mask": [0] * len(spans) + [1],
+        }
+
+
+@pytest.mark.parametrize(
+    "text, length, cut, said",
+    [
+        ("一只红色的猫在月亮上奔跑", 8, "月亮上奔跑", "its last 5 character(s) were cut: '月亮上奔跑'"),
+        ("一只红色的猫 runs fast", 8, "fast", "its last 1 word(s) were cut: 'fast'"),
+        ("ひ" * 600, 512, "ひ" * 89, f"its last 89 character(s) were cut: '{'ひ' * 48} …'"),
+        ("a cat-like cat", 3, "cat-like cat", "its last 2 word(s) were cut: 'cat-like cat'"),
+        ("猫cats", 2, "cats", "its last 1 word(s) were cut: 'cats'"),
+    ],
+)
+def test_what_is_cut_is_said_in_languages_without_blanks_too(text, length, cut, said):
+    tokens = tokenize(CharacterTokenizer(), text, length)
+    assert tokens.cut == cut
+    (warning,) = text_warnings("prompt", tokens, length)
+    assert said in warning
+
+
+def test_the_authors_512_tokens_are_the_default(pipe):
+    assert inspect.signature(pipe.__call__).parameters["max_sequence_length"].default == 512
+    assert GenerationConfig().max_sequence_length == 512
 
 
 def test_a_prompt_that_just_fits_loses_nothing(pipe):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from visual_gen.models.wan import WanTransformer
+from visual_gen.models.wan import CausalWanTransformer, WanTransformer
 
 C, (H, W), S = 4, (4, 6), 6  # channels, latent size, tokens of a frame
 
@@ -65,6 +65,17 @@ def roll(model, begin, latents, timesteps, text, sizes, **options):
             chunk.commit()
         start += n
     return torch.cat(outs, 2), committed
+
+
+@torch.no_grad()
+def test_a_folder_in_diffusers_format_loads_as_both_models(make_contiguous):
+    causal, plain = (cls.from_pretrained("wan-shapes") for cls in (CausalWanTransformer, WanTransformer))
+    text = plain.project_text(noise(1, 8, plain.config.text_dim), [5])
+    latents, timestep = noise(1, plain.config.in_channels, 2, H, W), torch.tensor([625.0])
+    cache = make_contiguous(causal, 1, 2)
+    with cache.begin(2) as chunk:
+        found = causal(latents, timestep, kv=cache.batch(chunk), text_kv=text)
+    torch.testing.assert_close(found, plain(latents, timestep, text_kv=text), rtol=0, atol=1e-5)
 
 
 @torch.no_grad()

@@ -60,6 +60,11 @@ def test_text_of_other_rows_or_of_another_model(opened, make_model, make_text):
     packed = make_model(attention={"cross_kv": "packed"})
     with pytest.raises(ValueError, match="3 layers in mode 'packed', this model has 3 in mode 'padded'"):
         model(latents(), torch.zeros(1), kv=batch, text_kv=make_text(packed, (5,)))
+    other_heads = make_model(dataclasses.replace(model.config, num_attention_heads=1, attention_head_dim=24))
+    with pytest.raises(ValueError, match=r"text_kv holds heads, head_dim \(1, 24\).*project the text"):
+        model(latents(), torch.zeros(1), kv=batch, text_kv=make_text(other_heads, (5,)))
+    with pytest.raises(ValueError, match="text_kv holds .* torch.bfloat16 on cpu; this model has .* torch.float32"):
+        model(latents(), torch.zeros(1), kv=batch, text_kv=make_text(make_model(dtype=torch.bfloat16), (5,)))
     with pytest.raises(ValueError, match=r"slots \[1\] of the text pool hold no text"):
         model(latents(), torch.zeros(1), kv=batch, text_kv=model.new_text_pool(2, 7).rows([1]))
 
@@ -134,7 +139,10 @@ def test_what_a_text_pool_refuses(make_model, make_text):
     model = make_model()
     pool = model.new_text_pool(2, 7)
     text = make_text(model, (5,))
+    heads = dataclasses.replace(model.config, num_attention_heads=1, attention_head_dim=24)
     for call, says in [
+        (lambda: pool.write(0, make_text(make_model(heads), (5,))), r"heads, head_dim \(1, 24\).*the pool \(2, 12\)"),
+        (lambda: pool.write(0, make_text(make_model(dtype=torch.bfloat16), (5,))), "torch.bfloat16, the pool"),
         (lambda: pool.write(2, text), "slot is 2; the text pool has slots 0 to 1"),
         (lambda: pool.write(True, text), "slot is True"),
         (lambda: pool.write(0, text, row=1), "row is 1; text_kv has rows 0 to 0"),

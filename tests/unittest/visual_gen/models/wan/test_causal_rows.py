@@ -159,3 +159,18 @@ def test_gemms_of_few_rows_do_not_depend_on_what_the_other_rows_hold(make_model)
         a, b = (model.time_embedding(t.view(rows, 1)) for t in (first, second))
         for x, y in zip(a, b, strict=True):
             assert torch.equal(x[rows // 2], y[rows // 2]), rows
+
+
+@torch.no_grad()
+def test_each_site_reads_through_its_own_backend_and_is_told_so_once(make_model, make_text, make_contiguous):
+    """A backend that was put in a site's place stays its own, and no forward after the first sets anything."""
+    model = make_model()
+    sites = [block.self_attn for block in model.blocks]
+    sites[1].backend = type(sites[1].backend)(sites[1].backend.spec)
+    cache, text, told = make_contiguous(model, 1, 4), make_text(model, (5,)), []
+    for _ in range(2):
+        with cache.begin(1) as chunk:
+            model(torch.ones(1, C, 1, H, W), torch.zeros(1), kv=cache.batch(chunk), text_kv=text)
+        told.append([site.cached for site in sites])
+    assert all(site.cached.backend is site.backend for site in sites)
+    assert all(first is second for first, second in zip(*told, strict=True))

@@ -128,6 +128,14 @@ def test_files_that_cannot_be_read_say_why(recordings, tmp_path, content, says):
         CausalWanTransformer.from_pickle(path, recordings["window"].wan)
 
 
+def test_a_tensor_under_two_names_is_not_one_of_them_by_chance(recordings, tmp_path):
+    weights = dict(recordings["window"].weights)
+    weights["model.patch_embedding.bias"] = weights["patch_embedding.bias"] + 1
+    torch.save({"generator": weights}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match="has patch_embedding.bias more than once"):
+        CausalWanTransformer.from_pickle(tmp_path / "file.pt", recordings["window"].wan)
+
+
 def test_a_checkpoint_of_other_sizes_is_refused(recordings, tmp_path):
     torch.save({"generator": recordings["window"].weights}, tmp_path / "file.pt")
     with pytest.raises(CheckpointError, match="wrongly shaped"):
