@@ -185,6 +185,21 @@ class WeightFiles:
         return cls._from_headers({single: _read_header(single)})
 
     @classmethod
+    def open_file(cls, path: str | Path) -> WeightFiles:
+        """Read the header of one safetensors file. Raises CheckpointError as `open` does."""
+        path = Path(path)
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: download it")
+        return cls._from_headers({path: _read_header(path)})
+
+    def metadata(self) -> dict[str, str]:
+        """The free texts in the header of the first file."""
+        from safetensors import safe_open
+
+        with safe_open(self.files[0], framework="pt") as file:
+            return file.metadata() or {}
+
+    @classmethod
     def _open_shards(cls, index: Path) -> WeightFiles:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -239,13 +254,18 @@ class WeightFiles:
                 for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
                     yield name, file.get_tensor(name)
 
+    def _file_of(self, name: str) -> Path:
+        if len(self.files) == 1:
+            return self.files[0]
+        return next(path for path in self.files if name in _read_header(path))
+
     def check_names_and_shapes(self, expected: Mapping[str, tuple[int, ...]], what: str) -> None:
         """Raise CheckpointError naming every tensor of `expected` that is missing here or has another shape, every
         tensor here that `expected` lacks, and one that is stored in no dtype of SERVED_DTYPES. `what` names the model
         in the message."""
         for name in sorted(expected.keys() & self.shapes.keys()):
             if self.dtypes[name] not in SERVED_DTYPES:
-                file = next(path for path in self.files if name in _read_header(path))
+                file = self._file_of(name)
                 raise CheckpointError(
                     f"{file} stores {name!r} as {str(self.dtypes[name]).removeprefix('torch.')}: quantised weights are "
                     "not served; use the checkpoint in float32, bfloat16 or float16"
@@ -295,6 +315,18 @@ def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
             f"{path} is {state}: {size_bytes} bytes, where its header says {data_end}: download it again"
         )
     return {name: (shape, dtype) for name, (shape, dtype, _) in entries.items()}
+
+
+def safetensors_header(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:
+    """The JSON header of a file that holds `tensors`, {name: (shape, dtype)}, one after another."""
+    names = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, (shape, dtype) in tensors.items():
+        end = begin + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    return json.dumps(entries, separators=(",", ":")).encode()
 
 
 def _read_entry(entry: Mapping) -> tuple[tuple[int, ...], torch.dtype, int]:

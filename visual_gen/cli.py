@@ -53,6 +53,19 @@ def build_parser() -> argparse.ArgumentParser:
     _config_arguments(warmup)
     warmup.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
+    convert = _command(commands, "convert", "write a checkpoint of Wan's authors as a diffusers folder")
+    convert.add_argument("source", metavar="SOURCE", help="the authors' folder, or a .pt file of a distilled model")
+    convert.add_argument("dest", metavar="DEST", help="the folder to write, which there must not be yet")
+    convert.add_argument(
+        "--base", metavar="FOLDER", help="for a .pt file: the folder whose settings and other parts go with it"
+    )
+    convert.add_argument(
+        "--state-dict", metavar="KEY", help="for a .pt file: which weights in it; otherwise generator_ema, or generator"
+    )
+    convert.add_argument(
+        "--max-shard-gb", type=_positive, default=5.0, metavar="GB", help="largest weight file (10^9 bytes; default 5)"
+    )
+
     backends = _command(commands, "backends", "which attention backends are here, and why the others are not")
     backends.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
@@ -154,6 +167,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from visual_gen.commands import plan as command
     elif arguments.command == "warmup":
         from visual_gen.commands import warmup as command
+    elif arguments.command == "convert":
+        from visual_gen.commands import convert as command
     else:
         from visual_gen.commands import backends as command
     command.run(arguments)

@@ -7,6 +7,7 @@ says where (file and line, or the option of the command line), which key, which 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -59,6 +60,12 @@ def _steps(value: object) -> object:
         if all(a > b for a, b in zip(value, value[1:], strict=False)):
             return value
     raise ValueError("a list of noise levels that fall, such as [1000, 750, 500, 250]")
+
+
+def _list(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    raise ValueError("a list, such as [{path: lora.safetensors, scale: 1.0}]")
 
 
 def _files(value: object) -> object:
@@ -196,6 +203,20 @@ class StreamConfig(_Section):
     recache: Recache = "none"
 
 
+class LoRAConfig(_Section):
+    """A LoRA file to load, and how strongly it counts. `transformer` is where it goes: "transformer_2" is Wan 2.2's
+    expert for low noise."""
+
+    path: Annotated[str, Field(min_length=1)]
+    scale: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    transformer: Literal["transformer", "transformer_2"] = "transformer"
+
+    @property
+    def file(self) -> Path:
+        """The path, with ~ resolved."""
+        return Path(os.path.expanduser(self.path))
+
+
 class OutputConfig(_Section):
     """Where the video goes and how it is compressed. `crf` is x264's: 0 loses nothing, 18 looks the same, 51 is worst.
 
@@ -214,6 +235,7 @@ class RunConfig(_Section):
     `offload` "experts" keeps of two transformers only the one in use on the device, the other in host memory.
     With `causal`, the model's weights are those of a causal one, for streams; without it, the model makes whole videos.
     `stream` is for the command of that name.
+    `lora`: files to load into it, added up.
     """
 
     model: ModelConfig
@@ -225,6 +247,7 @@ class RunConfig(_Section):
     output: OutputConfig = OutputConfig()
     causal: CausalConfig | None = None
     stream: StreamConfig | None = None
+    lora: Annotated[tuple[LoRAConfig, ...], BeforeValidator(_list)] = ()
 
     def torch_dtype(self) -> torch.dtype:
         import torch
@@ -306,7 +329,7 @@ def _problem(keys: tuple[str, ...], item: dict[str, Any]) -> str:
 def _near(keys: tuple[str, ...]) -> str:
     """The nearest key of the same section, else of any other, and what the section has."""
     sections = _sections()
-    section, key = keys[:-1], keys[-1]
+    section, key = tuple(part for part in keys[:-1] if not part.isdecimal()), keys[-1]  # without places in a list
     here = sections.get(section, [])
     near = difflib.get_close_matches(key, here, n=1)
     if not near:

@@ -14,7 +14,7 @@ LAYERS = [
     ["visual_gen.modules"],
     ["visual_gen.models"],
     ["visual_gen.runtime"],
-    ["visual_gen.pipelines"],
+    ["visual_gen.pipelines", "visual_gen.integrations"],
     ["visual_gen.commands"],
     ["visual_gen.cli"],
 ]

@@ -105,10 +105,14 @@ def generate(config: RunConfig, files: list[Path]) -> None:
     import torch
 
     from visual_gen.pipelines import GenerationError, WanPipeline
+    from visual_gen.pipelines.lora import check_loras
 
     WanPipeline.check(config.model.path, settings, call)
     refuse_what_does_not_fit(config)
+    check_loras(config.model.path, config.lora)
     pipeline = WanPipeline.from_pretrained(config.model.path, **settings)
+    for lora in config.lora:
+        pipeline.load_lora(lora.file, name=lora.path, scale=lora.scale, transformer=lora.transformer)
     announce(config.model.path, pipeline.recommended.get("label"), pipeline.transformer.attention_choices)
     # On the CPU whatever the device, so that a seed gives one noise everywhere.
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in generation.seeds]

@@ -61,6 +61,8 @@ def stream_request(arguments: argparse.Namespace) -> StreamRequest:
         raise ConfigError(
             f"offload = {config.offload!r}: is for a pair of transformers, and a stream has one; leave it out"
         )
+    if config.lora:
+        raise ConfigError("lora: is for whole videos; leave it out, or fuse it into the causal checkpoint")
     stream = config.stream or StreamConfig()
     switches = parse_switches(arguments.switches, stream.chunks)
     prompts = prompts_of_sessions(config.generation.prompts, arguments.sessions)

@@ -24,6 +24,7 @@ def new_record(
     label: str,
     device: torch.device,
     load_seconds: float,
+    lora_scales: dict[str, dict[str, float]],
 ) -> RunRecord:
     """What is known of the call by then, its warnings aside."""
     known = (SCHEDULER_NAMES[cls.__name__] for cls in type(scheduler).__mro__ if cls.__name__ in SCHEDULER_NAMES)
@@ -32,6 +33,7 @@ def new_record(
             role: {"backend": choice.name, "why": choice.why} for role, choice in transformer.attention_choices.items()
         },
         cross_kv=transformer.attention.cross_kv,
+        lora_scales=lora_scales,
         latent_shape=request.latent_shape,
         checkpoint=checkpoint,
         checkpoint_label=label,

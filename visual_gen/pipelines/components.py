@@ -1,9 +1,10 @@
-"""The parts of a Wan pipeline, loaded from a diffusers-format folder."""
+"""The parts of a Wan pipeline, loaded from a folder of either layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,14 @@ from transformers import (
     UMT5Config,
     UMT5EncoderModel,
 )
-from transformers.utils import logging as transformers_logging
 
 from visual_gen.checkpoint import CheckpointError, WeightFiles, part_path, read_json
 from visual_gen.models.wan import WanTransformer
+from visual_gen.models.wan.layouts import open_weights, part_folder, read_config
 from visual_gen.pipelines.cpu_conv import channels_innermost
 from visual_gen.pipelines.experts import Experts
 from visual_gen.pipelines.folder import FolderFacts
 from visual_gen.pipelines.vae_config import empty_vae
-
-STEM = "diffusion_pytorch_model"
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,11 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Any:
 
 
 def empty_text_encoder(folder: Path) -> UMT5EncoderModel:
-    """The encoder that `folder`/config.json describes, on the meta device; CheckpointError if it describes none."""
-    read_json(folder / "config.json")
+    """The encoder of the part `folder` (see models.wan.layouts), on the meta device; CheckpointError if there is none.
+    """
+    settings = read_config(folder)
     try:
-        config = UMT5Config.from_pretrained(folder, local_files_only=True)
+        config = UMT5Config.from_dict(settings)
         with torch.device("meta"):
             return UMT5EncoderModel(config)
     except Exception as error:  # whatever transformers meets in values of another kind
@@ -84,12 +84,30 @@ def empty_text_encoder(folder: Path) -> UMT5EncoderModel:
 
 
 def load_text_encoder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """transformers' UMT5EncoderModel with every tensor from the files: transformers itself fills a missing one with
-    random numbers and only logs it, so names and shapes are compared first."""
-    weights = WeightFiles.open(folder, stem="model")
-    empty = empty_text_encoder(folder)
-    expected = _shapes(empty)
-    tied = _tied_names(empty)
+    """transformers' UMT5EncoderModel with every tensor from the files, each copied to `device` by itself, so that the
+    host never holds the whole: transformers itself fills a missing one with random numbers and only logs it."""
+    weights = open_weights(folder)
+    encoder = empty_text_encoder(folder)
+    expected = check_text_encoder(weights, encoder)
+    state = {
+        name: tensor.to(device, dtype=_text_encoder_dtype(name, dtype), copy=True)
+        for name, tensor in weights.tensors()
+        if name in expected
+    }
+    encoder.load_state_dict(state, strict=False, assign=True)
+    for group in _tied_names(encoder):
+        tensor = encoder.get_parameter(next(name for name in group if name in state))
+        for name in group:
+            module, _, attribute = name.rpartition(".")
+            setattr(encoder.get_submodule(module), attribute, tensor)
+    return encoder.requires_grad_(False).eval()
+
+
+def check_text_encoder(weights: WeightFiles, encoder: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in `weights` that make up `encoder`, tied ones under the names that are stored. Raises
+    CheckpointError listing every missing, unexpected and wrongly shaped tensor."""
+    expected = _shapes(encoder)
+    tied = _tied_names(encoder)
     for group in tied:  # tied tensors may be stored under any one of their names
         if present := [name for name in group if name in weights.shapes]:
             for name in set(group) - set(present):
@@ -100,26 +118,34 @@ def load_text_encoder(folder: Path, *, dtype: torch.dtype, device: torch.device)
     # a whole T5 was saved: transformers leaves its decoder aside, and so may we
     stored = {name: shape for name, shape in weights.shapes.items() if not name.startswith(("decoder.", "lm_head."))}
     WeightFiles(weights.files, stored, weights.dtypes).check_names_and_shapes(expected, "UMT5EncoderModel")
-    with _quiet_transformers():
-        return UMT5EncoderModel.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
+    return expected
+
+
+def _text_encoder_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    # As transformers keeps it: the feed-forward's second layer leaves float16's range.
+    return torch.float32 if dtype == torch.float16 and ".wo." in name else dtype
 
 
 def load_image_processor(folder: Path) -> CLIPImageProcessorPil:
     """How images are cut to the image encoder's size. The one that works with PIL, so that a picture has the same
     tokens on every machine: transformers' other takes torchvision, which rounds another way."""
-    if not any((folder / name).exists() for name in ("preprocessor_config.json", "processor_config.json")):
-        raise CheckpointError(f"{folder / 'preprocessor_config.json'} is missing: download it")
+    names = ("preprocessor_config.json", "processor_config.json")
+    if folder.is_dir() and any((folder / name).exists() for name in names):
+        make = functools.partial(CLIPImageProcessorPil.from_pretrained, folder, local_files_only=True)
+    else:  # the authors' image encoder tells it
+        make = functools.partial(CLIPImageProcessorPil.from_dict, read_config(folder, names[0]))
     try:
-        return CLIPImageProcessorPil.from_pretrained(folder, local_files_only=True)
+        return make()
     except Exception as error:  # whatever transformers meets in values of another kind
         raise CheckpointError(f"{folder} describes no image processor ({error}): download it again") from error
 
 
 def empty_image_encoder(folder: Path) -> CLIPVisionModel:
-    """The encoder that `folder`/config.json describes, on the meta device; CheckpointError if it describes none."""
-    read_json(folder / "config.json")
+    """The encoder of the part `folder` (see models.wan.layouts), on the meta device; CheckpointError if there is none.
+    """
+    settings = read_config(folder)
     try:
-        config = CLIPVisionConfig.from_pretrained(folder, local_files_only=True)
+        config = CLIPVisionConfig.from_dict(settings.get("vision_config", settings))  # as a whole CLIP has it
         with torch.device("meta"):
             return CLIPVisionModel(config)
     except Exception as error:  # whatever transformers meets in values of another kind
@@ -131,32 +157,49 @@ def empty_image_encoder(folder: Path) -> CLIPVisionModel:
 def load_image_encoder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """transformers' CLIPVisionModel with every tensor from the files, whose names are compared first, as those of the
     text encoder are."""
-    weights = WeightFiles.open(folder, stem="model")
-    expected = {name: tuple(tensor.shape) for name, tensor in empty_image_encoder(folder).named_parameters()}
+    weights = open_weights(folder)
+    encoder = empty_image_encoder(folder)
+    names = check_image_encoder(weights, encoder)
+    state = {
+        names[name]: tensor.to(device, dtype=dtype, copy=True) for name, tensor in weights.tensors() if name in names
+    }
+    encoder.load_state_dict(state, assign=True)
+    # No file has these numbers of the patches.
+    positions = torch.arange(encoder.embeddings.num_positions, device=device).expand((1, -1))
+    encoder.embeddings.register_buffer("position_ids", positions, persistent=False)
+    return encoder.requires_grad_(False).eval()
+
+
+def check_image_encoder(weights: WeightFiles, encoder: torch.nn.Module) -> dict[str, str]:
+    """The tensors in `weights` that make up `encoder`, and their names there. Raises CheckpointError listing every
+    missing, unexpected and wrongly shaped tensor."""
     prefix = "vision_model."  # of published files; later transformers writes none
     # One with a projection was saved, or the numbers of the patches, which are counted anew.
     unused = ("visual_projection.weight", "embeddings.position_ids")
-    named = {name: name.removeprefix(prefix) for name in weights.shapes}
+    names = {name: name.removeprefix(prefix) for name in weights.shapes if name.removeprefix(prefix) not in unused}
     shapes, dtypes = (
-        {named[name]: value for name, value in found.items() if named[name] not in unused}
-        for found in (weights.shapes, weights.dtypes)
+        {new: found[name] for name, new in names.items()} for found in (weights.shapes, weights.dtypes)
     )
-    WeightFiles(weights.files, shapes, dtypes).check_names_and_shapes(expected, "CLIPVisionModel")
-    with _quiet_transformers():
-        return CLIPVisionModel.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
+    WeightFiles(weights.files, shapes, dtypes).check_names_and_shapes(_shapes(encoder), "CLIPVisionModel")
+    return names
 
 
 def load_vae(folder: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """diffusers' AutoencoderKLWan with every tensor from the files, in `dtype` on `device`."""
-    weights = WeightFiles.open(folder)
-    vae = empty_vae(folder / "config.json")
-    weights.check_names_and_shapes(_shapes(vae), "AutoencoderKLWan")
+    weights = open_weights(folder)
+    vae = empty_vae(folder)
+    check_vae(weights, vae)
     # copies, so that no parameter lies in the memory-mapped file
-    state = {name: tensor.to(dtype=dtype, copy=True) for name, tensor in weights.tensors(device)}
+    state = {name: tensor.to(device, dtype=dtype, copy=True) for name, tensor in weights.tensors()}
     vae.load_state_dict(state, assign=True)
     if device.type == "cpu":
         channels_innermost(vae)
     return vae.requires_grad_(False).eval()
+
+
+def check_vae(weights: WeightFiles, vae: torch.nn.Module) -> None:
+    """Raise CheckpointError listing every missing, unexpected and wrongly shaped tensor of a VAE."""
+    weights.check_names_and_shapes(_shapes(vae), "AutoencoderKLWan")
 
 
 def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -169,18 +212,6 @@ def _tied_names(model: torch.nn.Module) -> list[list[str]]:
     for name, source in model.all_tied_weights_keys.items():
         groups.setdefault(source, [source]).append(name)
     return list(groups.values())
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bar of transformers' own beside ours."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def load_components(
@@ -198,9 +229,8 @@ def load_components(
     part: Callable[[str], AbstractContextManager[None]],
 ) -> Components:
     """Check that no weight file is damaged, then load each part once, inside `part(name)`; see `parts_of`."""
-    stems = {"text encoder": "model", "image encoder": "model"}
     for name in parts_of(facts):
-        WeightFiles.open(part_path(folder, name.replace(" ", "_").lower()), stem=stems.get(name, STEM))
+        open_weights(part_path(folder, name.replace(" ", "_").lower()))
     with part("text encoder"):
         text_encoder = load_text_encoder(part_path(folder, "text_encoder"), dtype=dtype, device=device)
     image_encoder = None
@@ -212,7 +242,9 @@ def load_components(
 
     def load_transformer(name: str) -> WanTransformer:
         with part(name.replace("_", " ")):
-            return WanTransformer.from_pretrained(folder / name, dtype=dtype, device=device, attention=attention)
+            return WanTransformer.from_pretrained(
+                part_folder(folder / name), dtype=dtype, device=device, attention=attention
+            )
 
     experts = Experts.load(load_transformer, facts.transformers, boundary_timestep, one_on_device=one_expert_on_device)
     return Components(tokenizer, text_encoder, experts, vae, image_processor, image_encoder)

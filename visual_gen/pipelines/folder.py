@@ -1,4 +1,4 @@
-"""Which member of the Wan family a diffusers-format folder holds, and whether its parts belong together."""
+"""Which member of the Wan family a folder of either layout holds, and whether its parts belong together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from visual_gen.checkpoint import CheckpointError, part_path, read_json
 from visual_gen.models.wan import WanConfig
+from visual_gen.models.wan.layouts import LOOKED_FOR, is_authors_folder, part_folder, read_config, read_index
 from visual_gen.models.wan.task import Task
 from visual_gen.pipelines.vae_config import empty_vae
 
@@ -98,14 +99,14 @@ def read_stream_folder(folder: Path) -> FolderFacts:
 
 def _read_index(folder: Path) -> dict:
     path = folder / "model_index.json"
-    if not path.exists():
+    if not path.exists() and not is_authors_folder(folder):
         beside = read_json(folder / "config.json").get("_class_name") if (folder / "config.json").exists() else None
         found = f"; it holds a lone {beside}, so give the folder above it" if beside else ""
         raise CheckpointError(
-            f"{path} is missing, so {folder} is no diffusers pipeline folder{found}: give a folder with "
-            "model_index.json, text_encoder, tokenizer, transformer, vae and scheduler"
+            f"{path} is missing, and {folder} has neither diffusers' layout nor that of Wan's authors{found}: give a "
+            f"folder with {LOOKED_FOR}"
         )
-    index = read_json(path)
+    index = read_index(folder)
     class_name = index.get("_class_name")
     if class_name not in _SERVED:
         other = f"a {class_name}, which is not a Wan text-to-video or image-to-video pipeline"
@@ -132,19 +133,21 @@ def _check_class(folder: Path, index: dict, name: str, classes: tuple[str, ...])
         raise CheckpointError(f"{path} names {stored!r} as {name}; a Wan pipeline needs {' or '.join(classes)}")
 
 
-def _checked_config(folder: Path, name: str) -> Path:
-    """The path of a Wan transformer's or VAE's config.json, if it is of the class that it has to be."""
-    path, wanted = part_path(folder, name) / "config.json", _COMPONENT_CLASSES[name.removesuffix("_2")][0]
-    stored = read_json(path).get("_class_name")
+def _checked_config(folder: Path, name: str) -> dict[str, Any]:
+    """The settings of a Wan transformer or VAE, if it is of the class that it has to be."""
+    part, wanted = part_path(folder, name), _COMPONENT_CLASSES[name.removesuffix("_2")][0]
+    config = read_config(part)
+    stored = config.get("_class_name")
     if stored != wanted:
+        path = part / "config.json"
         raise CheckpointError(f"{path} has _class_name {stored!r}; a Wan pipeline needs {wanted!r}")
-    return path
+    return config
 
 
 def _wan_config(folder: Path, name: str) -> WanConfig:
-    path = _checked_config(folder, name)
+    _checked_config(folder, name)
     try:
-        return WanConfig.from_folder(path.parent)
+        return WanConfig.from_folder(folder / name)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
 
@@ -159,7 +162,7 @@ def _boundary_ratio(folder: Path, index: dict, given: float | None) -> float | N
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}: download it again") from None
     named = _class_of(path, index, "transformer_2")
-    there = (folder / "transformer_2").is_dir()
+    there = part_folder(folder / "transformer_2").is_dir()
     if named is not None and not there:
         raise CheckpointError(
             f"{path} names a second transformer (two experts, as in Wan 2.2 A14B), but {folder / 'transformer_2'} is "
@@ -211,8 +214,7 @@ def _check_pipeline_class(folder: Path, index: dict, task: Task) -> None:
 
 def _check_sizes(folder: Path, facts: FolderFacts) -> None:
     wan, where = facts.wan, folder / "transformer" / "config.json"
-    vae_config = _checked_config(folder, "vae")
-    text, vae = read_json(part_path(folder, "text_encoder") / "config.json"), read_json(vae_config)
+    text, vae = read_config(part_path(folder, "text_encoder")), _checked_config(folder, "vae")
     latent, temporal = vae.get("z_dim", 16), vae.get("scale_factor_temporal") or 4
     channels, made_of = latent, "vae's z_dim"
     if facts.task.condition == "channels":
@@ -223,7 +225,7 @@ def _check_sizes(folder: Path, facts: FolderFacts) -> None:
         ("out_channels", wan.out_channels, "vae's z_dim", latent),
     ]
     if facts.image_encoder:
-        image = read_json(folder / "image_encoder" / "config.json")
+        image = read_config(folder / "image_encoder")
         image = image.get("vision_config", image)  # as a whole CLIP has it
         pairs.append(("image_dim", wan.image_dim, "image_encoder's hidden_size", image.get("hidden_size")))
         if wan.pos_embed_seq_len is not None:
@@ -236,4 +238,4 @@ def _check_sizes(folder: Path, facts: FolderFacts) -> None:
                 f"{where} has {key} {value}, but the {other} is {other_value}: these folders do not belong together; "
                 "download the checkpoint again"
             )
-    empty_vae(vae_config)
+    empty_vae(part_path(folder, "vae"))

@@ -13,6 +13,7 @@ from visual_gen.config import OFFLOAD_MODES, AttentionConfig, attention_config
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanTransformer
 from visual_gen.models.wan.geometry import Geometry
+from visual_gen.models.wan.layouts import tokenizer_folder
 from visual_gen.pipelines.components import (
     empty_image_encoder,
     empty_text_encoder,
@@ -94,7 +95,7 @@ def open_pipeline(
         one_expert_on_device=offload == "experts",
         geometry=Geometry.from_folder(folder),
         scheduler=made_scheduler,
-        tokenizer=load_tokenizer(part_path(folder, "tokenizer"), vocab_size),
+        tokenizer=load_tokenizer(tokenizer_folder(folder), vocab_size),
         image_processor=image_processor,
     )
 

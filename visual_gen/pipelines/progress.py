@@ -50,9 +50,9 @@ class StageBar:
     def __init__(self, progress: Progress, task: TaskID, name: str) -> None:
         self._progress, self._task, self._name = progress, task, name
 
-    def advance(self) -> None:
-        """One more unit is done."""
-        self._progress.advance(self._task)
+    def advance(self, units: int = 1) -> None:
+        """`units` more are done."""
+        self._progress.advance(self._task, units)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
-from visual_gen.checkpoint import CheckpointError, read_json
+from visual_gen.checkpoint import CheckpointError
+from visual_gen.models.wan.layouts import read_config
 
 SCHEDULER_NAMES = {"UniPCMultistepScheduler": "unipc", "FlowMatchEulerDiscreteScheduler": "euler"}
 
@@ -101,7 +102,7 @@ def make_scheduler(
         raise ValueError(f"scheduler is {name!r}; it must be None (what the checkpoint says), 'unipc' or 'euler'")
     check_flow_shift(flow_shift)
     path = folder / "scheduler_config.json"
-    config = read_json(path)
+    config = read_config(folder, path.name)
     stored = config.get("_class_name")
     if stored not in SCHEDULER_NAMES:
         raise CheckpointError(

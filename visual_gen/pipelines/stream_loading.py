@@ -14,6 +14,7 @@ from visual_gen.config import AttentionConfig, CausalConfig, attention_config
 from visual_gen.device import find_device
 from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.models.wan.geometry import Geometry
+from visual_gen.models.wan.layouts import part_folder, tokenizer_folder
 from visual_gen.pipelines.components import empty_text_encoder, load_text_encoder, load_tokenizer, load_vae
 from visual_gen.pipelines.folder import read_stream_folder
 from visual_gen.pipelines.stream_options import EngineOptions
@@ -69,9 +70,9 @@ def load_stream_parts(
     folder = resolve_folder(folder_or_id)
     read_stream_folder(folder)
     vocab_size = empty_text_encoder(part_path(folder, "text_encoder")).config.vocab_size
-    tokenizer = load_tokenizer(part_path(folder, "tokenizer"), vocab_size)
+    tokenizer = load_tokenizer(tokenizer_folder(folder), vocab_size)
     transformer = CausalWanTransformer.from_pretrained(
-        part_path(folder, "transformer"), dtype=dtype, device=device, attention=attention
+        part_folder(folder / "transformer"), dtype=dtype, device=device, attention=attention
     )
     encoder = load_text_encoder(part_path(folder, "text_encoder"), dtype=dtype, device=device)
     vae = load_vae(part_path(folder, "vae"), dtype=dtype, device=device)

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan
 
-from visual_gen.checkpoint import CheckpointError, read_json
+from visual_gen.checkpoint import CheckpointError
+from visual_gen.models.wan.layouts import part_file, read_config
 
 
-def empty_vae(path: Path) -> AutoencoderKLWan:
-    """The VAE that the config.json at `path` describes, on the meta device. Raises CheckpointError on a file from which
-    none can be made, whose scale factors are not those of its structure, or whose latent statistics are no numbers."""
-    config = read_json(path)
+def empty_vae(folder: Path) -> AutoencoderKLWan:
+    """The VAE of the part `folder` (see models.wan.layouts), on the meta device. Raises CheckpointError on settings
+    from which none can be made, whose scale factors are not those of its structure, or whose latent statistics are no
+    numbers."""
+    config = read_config(folder)
+    path = folder / "config.json" if folder.is_dir() else part_file(folder)
     try:
         with torch.device("meta"):
             vae = AutoencoderKLWan.from_config(config)

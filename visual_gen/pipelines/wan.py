@@ -22,6 +22,7 @@ from visual_gen.pipelines.conditioning import Conditioning, encode_images
 from visual_gen.pipelines.denoising_stage import denoise_request
 from visual_gen.pipelines.errors import bad_clips_error
 from visual_gen.pipelines.latents import decode, initial_latents
+from visual_gen.pipelines.lora import LoRAMethods
 from visual_gen.pipelines.opening import open_pipeline
 from visual_gen.pipelines.progress import StageProgress
 from visual_gen.pipelines.recommended import read_recommended
@@ -47,7 +48,7 @@ class WanPipelineOutput:
     record: RunRecord
 
 
-class WanPipeline:
+class WanPipeline(LoRAMethods):
     """Wan: text to video, and image to video where the checkpoint is made for it (`task` says). Made by
     `from_pretrained`; a call gives the frames that diffusers' WanPipeline or WanImageToVideoPipeline gives. Calls may
     overlap, from several threads or from a callback."""
@@ -235,7 +236,7 @@ class WanPipeline:
 
         record = new_record(
             request, model, self.scheduler, checkpoint=str(self.folder), label=str(self.recommended.get("label", "")),
-            device=self.device, load_seconds=self._load_seconds,
+            device=self.device, load_seconds=self._load_seconds, lora_scales=self.lora_scales,
         )  # fmt: skip
         record.warnings = call_warnings(
             request, rows, self.recommended, negative_prompt=negative_prompt, guidance_scale_2=guidance_scale_2,

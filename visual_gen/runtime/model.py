@@ -10,17 +10,11 @@ from pathlib import Path
 
 import torch
 
-from visual_gen.checkpoint import (
-    PACKAGED_CHECKPOINTS,
-    CheckpointError,
-    WeightFiles,
-    part_path,
-    read_json,
-    resolve_folder,
-)
+from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, CheckpointError, part_path, resolve_folder
 from visual_gen.config import ConfigError, RunConfig
 from visual_gen.models.wan import WAN_PRESETS, WanConfig
 from visual_gen.models.wan.geometry import Geometry
+from visual_gen.models.wan.layouts import open_weights, read_index, tokenizer_folder
 from visual_gen.models.wan.task import Task
 
 
@@ -108,6 +102,7 @@ def check_settings(model: Model, config: RunConfig) -> None:
         "generation.guidance_scale_2": generation.guidance_scale_2,
         "generation.boundary_ratio": generation.boundary_ratio,
         "offload": None if config.offload == "none" else config.offload,
+        "lora.transformer": "transformer_2" if any(x.transformer == "transformer_2" for x in config.lora) else None,
     }
     for key, value in for_a_pair.items():
         if value is not None:
@@ -130,24 +125,24 @@ def _from_preset(preset: str) -> Model:
 
 
 def _from_folder(folder: Path) -> Model:
-    index = read_json(folder / "model_index.json")
-    tokenizer = part_path(folder, "tokenizer") / "tokenizer.json"
+    index = read_index(folder)
+    tokenizer = tokenizer_folder(folder) / "tokenizer.json"
     return Model(
         source=f"folder {folder}",
         transformer=WanConfig.from_folder(folder / "transformer"),
         geometry=Geometry.from_folder(folder),
-        num_experts=2 if (folder / "transformer_2").is_dir() else 1,
+        num_experts=2 if any(index.get("transformer_2") or ()) or (folder / "transformer_2").is_dir() else 1,
         timestep_per_token=bool(index.get("expand_timesteps")),
         text_encoder=_text_encoder_size(part_path(folder, "text_encoder")),
-        vae=_size(part_path(folder, "vae"), "diffusion_pytorch_model"),
-        image_encoder=_size(folder / "image_encoder", "model"),
+        vae=_size(part_path(folder, "vae")),
+        image_encoder=_size(folder / "image_encoder"),
         tokenizer_file=tokenizer if tokenizer.is_file() else None,
     )
 
 
 def _text_encoder_size(folder: Path) -> PartSize | None:
     """Of the encoder alone, where a whole T5 is stored, with the embedding that it shares counted once."""
-    stored = _shapes(folder, "model")
+    stored = _shapes(folder)
     if stored is None:
         return None
     counts = {name: shape.numel() for name, shape in stored.items() if not name.startswith(("decoder.", "lm_head."))}
@@ -156,8 +151,8 @@ def _text_encoder_size(folder: Path) -> PartSize | None:
     return PartSize(sum(counts.values()), sum(count for name, count in counts.items() if ".wo." in name))
 
 
-def _size(folder: Path, stem: str) -> PartSize | None:
-    stored = _shapes(folder, stem)
+def _size(folder: Path) -> PartSize | None:
+    stored = _shapes(folder)
     if stored is None:
         return None
     # Of an image encoder its projection and the numbers of its patches are left aside.
@@ -165,10 +160,10 @@ def _size(folder: Path, stem: str) -> PartSize | None:
     return PartSize(sum(shape.numel() for name, shape in stored.items() if not name.endswith(unused)))
 
 
-def _shapes(folder: Path, stem: str) -> dict[str, torch.Size] | None:
+def _shapes(folder: Path) -> dict[str, torch.Size] | None:
     """From the headers of the weight files; None if they are not here or are damaged."""
     try:
-        return {name: torch.Size(shape) for name, shape in WeightFiles.open(folder, stem=stem).shapes.items()}
+        return {name: torch.Size(shape) for name, shape in open_weights(folder).shapes.items()}
     except CheckpointError:
         return None
 

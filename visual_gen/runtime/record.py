@@ -26,6 +26,7 @@ class RunRecord:
     attention: role -> {"backend", "why"}. cross_kv_formulations: how the text's pad rows were accounted for: "padded",
     "packed", "merge" or "repeated_key"; two if the branches' forwards differ. metadata: the layout counters' growth
     during this run.
+    lora_scales: transformer -> name -> scale of the LoRA files that were loaded.
     expert_steps: of a checkpoint with two transformers, which of them each step took, 0 or 1. expert_exchanges: how
     often they changed places on the device.
     checkpoint_label: what the checkpoint calls itself in recommended.json. bad_clips: of which clips decode made no
@@ -40,6 +41,7 @@ class RunRecord:
     attention: dict[str, dict[str, str]] = field(default_factory=dict)
     cross_kv: str = "padded"
     cross_kv_formulations: list[str] = field(default_factory=list)
+    lora_scales: dict[str, dict[str, float]] = field(default_factory=dict)
     metadata: dict[str, int] = field(default_factory=dict)
     prompt_tokens: list[int] = field(default_factory=list)
     negative_prompt_tokens: list[int] = field(default_factory=list)

@@ -204,6 +204,7 @@ def test_an_existing_output_is_replaced(generate, tmp_path):
         (["--set", "generation.image=[]"], "generation.image = []: wants the name of a file, or a list of them"),
         (["--set", "offload=all"], "offload = 'all': wants 'none' or 'experts'"),
         (["--set", "offload=experts"], "offload = 'experts': is for a pair of transformers"),
+        (["--set", "lora=[{path: a, transformer: transformer_2}]"], "lora.transformer = 'transformer_2': is for"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2_before_anything_loads(generate, stub, capsys, arguments, said):

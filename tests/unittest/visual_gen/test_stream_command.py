@@ -216,6 +216,7 @@ def test_a_switch_that_no_chunk_can_follow_is_refused(texts, says):
         (["--set", "generation.num_frames=9"], "generation.num_frames is of whole videos: leave it out; --chunks says"),
         (["--set", "generation.cfg=batched"], "generation.cfg is of whole videos"),
         (["--set", "generation.image=a.png"], "generation.image is of whole videos: leave it out; a stream is made"),
+        (["--set", "lora=[{path: a.safetensors}]"], "lora: is for whole videos"),
         (["--set", "offload=experts"], "offload = 'experts': is for a pair of transformers, and a stream has one"),
         (["--set", "causal.steps=[500, 1000]"], "causal.steps = [500, 1000]: wants a list of noise levels that fall"),
         (["--set", "generation.height=40"], "height is 40; it must be a multiple of 16"),

@@ -59,24 +59,27 @@ class PickledWeights(WeightFiles):
     state: Mapping[str, torch.Tensor]
 
     @classmethod
-    def open_file(cls, path: str | Path, *, state_dict: str | None = None) -> PickledWeights:
+    def open_file(
+        cls, path: str | Path, *, state_dict: str | None = None, candidates: tuple[str, ...] = STATE_DICTS
+    ) -> PickledWeights:
         """Reads `path` with torch.load(weights_only=True), memory-mapped.
 
-        state_dict: which dictionary of a training checkpoint; None takes generator_ema, else generator, else the file
-        itself where it is a plain dictionary of tensors. Raises CheckpointError, naming the file, when it is missing,
-        damaged, holds more than tensors, or lacks that dictionary.
+        state_dict: which dictionary of a training checkpoint; None takes the first of `candidates` (generator_ema, else
+        generator) that is there, else the file itself where it is a plain dictionary of tensors. Raises
+        CheckpointError, naming the file, when it is missing, damaged, holds more than tensors, or lacks that
+        dictionary.
         """
         path = Path(path)
         if not path.is_file():
             raise CheckpointError(f"{path} is missing: give the .pt file of a Self-Forcing-style checkpoint")
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(
                 f"{path} is damaged, or holds more than tensors ({cause}): download it again, or save its state_dict"
             ) from error
-        found = _find_state(path, content, state_dict)
+        found = _find_state(path, content, candidates, state_dict)
         state = {_bare(name): x for name, x in found.items()}
         if len(state) != len(found):
             twice = [name for name, count in Counter(map(_bare, found)).items() if count > 1]
@@ -92,10 +95,12 @@ class PickledWeights(WeightFiles):
             yield name, tensor.to(device)
 
 
-def _find_state(path: Path, content: object, state_dict: str | None) -> dict[str, torch.Tensor]:
+def _find_state(
+    path: Path, content: object, candidates: tuple[str, ...], state_dict: str | None
+) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}; it must be a dictionary of tensors")
-    wanted = STATE_DICTS if state_dict is None else (state_dict,)
+    wanted = candidates if state_dict is None else (state_dict,)
     found = next((content[key] for key in wanted if key in content), None)
     if found is None and state_dict is None and _is_state(content):
         found = content

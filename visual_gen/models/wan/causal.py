@@ -7,21 +7,18 @@ N frames of all rows, S tokens of a frame, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from attention_backend import AttentionBackend
 from attention_backend.kv_cache import CachedAttention, KVBatch, KVCacheError
 from visual_gen.config import AttentionConfig
-from visual_gen.models.wan.authors_names import AUTHORS_NAMES, PickledWeights
 from visual_gen.models.wan.causal_inputs import CausalInputs
 from visual_gen.models.wan.config import WanConfig
 from visual_gen.models.wan.extra_tokens import ExtraTokens
 from visual_gen.models.wan.text_kv import TextKV
 from visual_gen.models.wan.text_pool import PooledText, TextPool, check_served, pooled
 from visual_gen.models.wan.transformer import WanTransformer
-from visual_gen.models.wan.weights import load_weights
 from visual_gen.modules.block_causal import BlockMask
 
 
@@ -53,29 +50,6 @@ class CausalWanTransformer(WanTransformer):
             raise ValueError(
                 f"patch_size is {config.patch_size}; chunk by chunk, each latent frame needs tokens of its own: (1, …)"
             )
-
-    @classmethod
-    def from_pickle(
-        cls,
-        path: str | Path,
-        config: WanConfig,
-        *,
-        state_dict: str | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        attention: AttentionConfig | dict | None = None,
-        trainable: bool = False,
-    ) -> CausalWanTransformer:
-        """Loads a .pt file with the authors' tensor names, as Self-Forcing saves it; `config` says which Wan it is.
-
-        state_dict: "generator_ema", "generator", …; None takes them in that order, or a plain dictionary of tensors.
-        Raises ValueError naming every missing, unexpected or wrongly shaped tensor, or what is wrong with the file.
-        """
-        files = PickledWeights.open_file(path, state_dict=state_dict)
-        return cls._loaded(
-            config, lambda model: load_weights(model, files, AUTHORS_NAMES),
-            dtype=dtype, device=device, attention=attention, trainable=trainable,
-        )  # fmt: skip
 
     @property
     def self_attention(self) -> AttentionBackend:

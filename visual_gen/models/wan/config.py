@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from visual_gen.models.wan.layouts import is_authors_transformer, part_folder, transformer_config
+
 MODEL_CLASS = "WanTransformer3DModel"
 
 
@@ -77,16 +79,11 @@ class WanConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> WanConfig:
-        """Reads config.json of a transformer folder. Raises ValueError naming the file and what is wrong in it."""
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise ValueError(f"{path} is missing; a diffusers-format transformer folder has a config.json")
-        try:
-            raw = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}; fetch the file again") from error
-        if not isinstance(raw, dict):
-            raise ValueError(f"{path} holds a {type(raw).__name__}; it must be a JSON object")
+        """Reads config.json of a transformer folder, diffusers' or the authors' (see models.wan.layouts). Raises
+        ValueError naming the file and what is wrong in it."""
+        folder = part_folder(Path(folder))
+        path = folder / "config.json"
+        raw = transformer_config(folder) if is_authors_transformer(folder) else _read(path)
         found = raw.get("_class_name", MODEL_CLASS)
         if found != MODEL_CLASS:
             raise ValueError(f"{path} is of a {found}; only {MODEL_CLASS} is served here")
@@ -106,6 +103,18 @@ class WanConfig:
             return cls(**settings)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _read(path: Path) -> dict:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; a diffusers-format transformer folder has a config.json")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}; fetch the file again") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds a {type(raw).__name__}; it must be a JSON object")
+    return raw
 
 
 def _is_count(value: object) -> bool:

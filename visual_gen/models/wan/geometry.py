@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_gen.checkpoint import part_path, read_json
+from visual_gen.checkpoint import part_path
 from visual_gen.models.wan.config import WanConfig
+from visual_gen.models.wan.layouts import read_config
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Geometry:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Geometry:
-        """Of a diffusers-format pipeline folder, from its configuration files. Raises ValueError naming a bad one."""
-        vae = read_json(part_path(folder, "vae") / "config.json")
+        """Of a pipeline folder of either layout, from its configuration files. Raises ValueError naming a bad one."""
+        vae = read_config(part_path(folder, "vae"))
         return cls.of(
             WanConfig.from_folder(Path(folder) / "transformer"),
             spatial_scale=vae.get("scale_factor_spatial") or 8,

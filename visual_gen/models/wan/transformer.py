@@ -15,14 +15,17 @@ from torch import nn
 from attention_backend import AttentionBackend, AttentionMetadataState, AttentionSpec, Selection, select_backend
 from attention_backend.kv_cache import LayerKV
 from attention_backend.metadata import host_lens
-from visual_gen.checkpoint import WeightFiles, resolve_folder
+from visual_gen.checkpoint import resolve_folder
 from visual_gen.config import AttentionConfig, attention_config
+from visual_gen.models.wan.authors_names import AUTHORS_NAMES, PickledWeights
 from visual_gen.models.wan.block import WanBlock
 from visual_gen.models.wan.config import WanConfig
 from visual_gen.models.wan.embeddings import ImageEmbedding, TextEmbedding, TimeEmbedding
 from visual_gen.models.wan.extra_tokens import ExtraTokens
+from visual_gen.models.wan.layouts import is_authors_folder, is_authors_transformer, open_weights, part_folder
+from visual_gen.models.wan.lora import TakesLoRA
 from visual_gen.models.wan.text_kv import TextKV, real_rows
-from visual_gen.models.wan.weights import load_weights
+from visual_gen.models.wan.weights import DIFFUSERS_NAMES, load_weights
 from visual_gen.modules.block_causal import BlockMask
 from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV
 from visual_gen.modules.norms import modulated_layer_norm
@@ -33,7 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP32_PARAMETERS = ("time_embedding.linear_", "scale_shift_table", "norm1.", "norm2.")
 
 
-class WanTransformer(nn.Module):
+class WanTransformer(TakesLoRA):
     """Wan with diffusers' weights and results, one attention backend for each role, and text K/V made once.
 
     attention: an AttentionConfig, or a mapping with its keys (self, cross_text, cross_image, cross_kv).
@@ -94,17 +97,42 @@ class WanTransformer(nn.Module):
         attention: AttentionConfig | dict | None = None,
         trainable: bool = False,
     ) -> WanTransformer:
-        """Loads a diffusers-format folder: a pipeline's, with a transformer/ inside, or that folder itself.
+        """Loads a folder in diffusers' layout or in that of Wan's authors: a pipeline's or a transformer's alone. Of
+        Wan 2.2's two experts a pipeline's folder gives that for high noise; name the other's own folder for it.
 
         Raises ValueError naming every missing, unexpected or wrongly shaped tensor, or what is wrong with the files.
         """
         folder = resolve_folder(folder_or_id, files=("*.json", "*.safetensors", "transformer/*"))
-        if (folder / "transformer").is_dir():
-            folder = folder / "transformer"
+        if (folder / "transformer").is_dir() or is_authors_folder(folder):
+            folder = part_folder(folder / "transformer")
         config = WanConfig.from_folder(folder)
-        files = WeightFiles.open(folder)
+        files = open_weights(folder)
+        names = AUTHORS_NAMES if is_authors_transformer(folder) else DIFFUSERS_NAMES
         return cls._loaded(
-            config, lambda model: load_weights(model, files),
+            config, lambda model: load_weights(model, files, names),
+            dtype=dtype, device=device, attention=attention, trainable=trainable,
+        )  # fmt: skip
+
+    @classmethod
+    def from_pickle(
+        cls,
+        path: str | Path,
+        config: WanConfig,
+        *,
+        state_dict: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        attention: AttentionConfig | dict | None = None,
+        trainable: bool = False,
+    ) -> WanTransformer:
+        """Loads a .pt file with the authors' tensor names, as Self-Forcing saves it; `config` says which Wan it is.
+
+        state_dict: "generator_ema", "generator", …; None takes them in that order, or a plain dictionary of tensors.
+        Raises ValueError naming every missing, unexpected or wrongly shaped tensor, or what is wrong with the file.
+        """
+        files = PickledWeights.open_file(path, state_dict=state_dict)
+        return cls._loaded(
+            config, lambda model: load_weights(model, files, AUTHORS_NAMES),
             dtype=dtype, device=device, attention=attention, trainable=trainable,
         )  # fmt: skip
 

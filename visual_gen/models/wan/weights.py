@@ -82,6 +82,15 @@ def source_slots(model: nn.Module, names: SourceNames = DIFFUSERS_NAMES) -> dict
     return slots
 
 
+def check_weights(model: nn.Module, files: WeightFiles, names: SourceNames) -> dict[str, tuple[int, ...]]:
+    """The tensors of `files` that no model uses. Raises CheckpointError listing every missing, unexpected and wrongly
+    shaped one of the others."""
+    expected = {name: slot.shape for name, slot in source_slots(model, names).items()}
+    unused = {name: shape for name, shape in files.shapes.items() if name.endswith(UNUSED_SUFFIX)}
+    files.check_names_and_shapes(expected | unused, type(model).__name__)
+    return unused
+
+
 def load_weights(model: nn.Module, files: WeightFiles, names: SourceNames = DIFFUSERS_NAMES) -> None:
     """Copies a checkpoint's tensors into the model's parameters, which may be on any device and of another dtype.
 
@@ -89,9 +98,7 @@ def load_weights(model: nn.Module, files: WeightFiles, names: SourceNames = DIFF
     missing, unexpected and wrongly shaped tensor.
     """
     slots = source_slots(model, names)
-    expected = {name: slot.shape for name, slot in slots.items()}
-    unused = {name: shape for name, shape in files.shapes.items() if name.endswith(UNUSED_SUFFIX)}
-    files.check_names_and_shapes(expected | unused, type(model).__name__)
+    unused = check_weights(model, files, names)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in files.tensors():

@@ -1,0 +1,1 @@
+"""Our attention under other packages' models."""
