@@ -5,6 +5,8 @@ import importlib
 _EXPORTS = {
     "Attention": "visual_gen.modules.attention",
     "CausalWanTransformer": "visual_gen.models.wan",
+    "FrameStream": "visual_gen.pipelines",
+    "StreamEngine": "visual_gen.pipelines",
     "WanPipeline": "visual_gen.pipelines",
     "WanTransformer": "visual_gen.models.wan",
     "load_config": "visual_gen.config",

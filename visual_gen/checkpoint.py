@@ -12,8 +12,14 @@ from pathlib import Path
 
 import torch
 
-PACKAGED_CHECKPOINTS = {"wan-shapes": Path(__file__).parent / "checkpoints" / "wan_shapes"}
-CONFIG_FILES = ("model_index.json", "recommended.json", "*/*.json", "*/*.model", "*/*.txt")  # and the tokenizer
+PACKAGED_CHECKPOINTS = {
+    "wan-shapes": Path(__file__).parent / "checkpoints" / "wan_shapes",
+    "wan-shapes-causal": Path(__file__).parent / "checkpoints" / "wan_shapes_causal",
+}
+SHARES_FILE = "shares.json"
+SHARED_PARTS = ("text_encoder", "tokenizer", "vae", "scheduler")
+# and the tokenizer's
+CONFIG_FILES = ("model_index.json", "recommended.json", SHARES_FILE, "*/*.json", "*/*.model", "*/*.txt")
 PIPELINE_FILES = (*CONFIG_FILES, "*/*.safetensors")
 
 # https://github.com/huggingface/safetensors#format
@@ -69,6 +75,39 @@ def resolve_folder(folder_or_id: str | Path, *, files: Sequence[str] = PIPELINE_
         f"checkpoint folder {name!r} not found (looked for {folder.absolute()}){_did_you_mean(name)}: "
         "check the path, or download the checkpoint there in diffusers folder format"
     )
+
+
+def part_path(folder: str | Path, part: str) -> Path:
+    """Where a part of the checkpoint in `folder` lies, "vae" for example: in a folder of that name, be it there or not,
+    unless its shares.json says that a packaged checkpoint has it for both: {"vae": "wan-shapes"}.
+
+    Raises CheckpointError on a shares.json that is damaged, names another part than those of SHARED_PARTS or a
+    checkpoint that is not packaged, or gives a part that the folder has itself; and where that checkpoint has none.
+    """
+    folder = Path(folder)
+    own, path = folder / part, folder / SHARES_FILE
+    if not path.exists():
+        return own
+    shares = read_json(path)
+    for name, source in shares.items():
+        if name not in SHARED_PARTS:
+            raise CheckpointError(f"{path} shares {name!r}; only {', '.join(SHARED_PARTS)} can be shared")
+        if source not in tuple(PACKAGED_CHECKPOINTS):  # it may be anything that JSON holds
+            raise CheckpointError(
+                f"{path} takes {name} from {source!r}, which does not ship with this package; "
+                f"{', '.join(map(repr, PACKAGED_CHECKPOINTS))} do"
+            )
+        if (folder / name).exists():
+            raise CheckpointError(f"{folder} has {name} itself, and {path.name} takes it from {source!r}: remove one")
+    if part not in shares:
+        return own
+    shared = resolve_folder(shares[part]) / part
+    if not shared.is_dir():
+        raise CheckpointError(
+            f"{path} takes {part} from {shares[part]!r}, which has none of its own ({shared} is missing): name one "
+            "that has, or install the package again"
+        )
+    return shared
 
 
 def _looks_like_hub_id(name: str) -> bool:

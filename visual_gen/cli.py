@@ -28,8 +28,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     generate = _command(commands, "generate", "make a video from a prompt, with a report beside it")
     _config_arguments(generate)
-    generate.add_argument("--output", metavar="FILE.mp4", help="where the video goes (output.path); replaced if there")
-    generate.add_argument("--seed", type=int, metavar="N", help="generation.seed; prompt i is made from seed + i")
+    _output_arguments(generate)
+
+    stream = _command(commands, "stream", "make videos of any length, chunk by chunk, many at once, with a report")
+    _config_arguments(stream)
+    _stream_arguments(stream)
 
     plan = _command(commands, "plan", "what a configuration costs, without loading weights")
     _config_arguments(plan)
@@ -106,6 +109,31 @@ def _config_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _output_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--output", metavar="FILE.mp4", help="where the video goes (output.path); replaced if there")
+    command.add_argument("--seed", type=int, metavar="N", help="generation.seed; prompt i is made from seed + i")
+
+
+def _stream_arguments(command: argparse.ArgumentParser) -> None:
+    _output_arguments(command)
+    command.add_argument("--chunks", type=int, metavar="N", help="stream.chunks: how many chunks each video has")
+    command.add_argument("--prompts", metavar="FILE", help="a text file of prompts, one on each line")
+    command.add_argument(
+        "--sessions", type=int, metavar="N", help="how many videos; above the number of prompts, these come round again"
+    )
+    command.add_argument(
+        "--switch",
+        action="append",
+        default=[],
+        dest="switches",
+        metavar="CHUNK:TEXT",
+        help="another prompt from that chunk on, counted from 0, in all videos; may be repeated",
+    )
+    command.add_argument(
+        "--recache", metavar="HOW", help="stream.recache: none, or window: what is seen is computed anew at a switch"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = build_parser().parse_args(argv)
@@ -133,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "generate":
         from visual_gen.commands import generate as command
+    elif arguments.command == "stream":
+        from visual_gen.commands import stream as command
     elif arguments.command == "plan":
         from visual_gen.commands import plan as command
     elif arguments.command == "warmup":

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CrossKVMode = Literal["padded", "packed", "packed_pad_exact"]
 CROSS_KV_MODES: tuple[CrossKVMode, ...] = get_args(CrossKVMode)
+Recache = Literal["none", "window"]
 CFGMode = Literal["batched", "sequential"]
 CFG_MODES: tuple[CFGMode, ...] = get_args(CFGMode)
 OffloadMode = Literal["none", "experts"]
@@ -208,6 +209,14 @@ class LoRAConfig(_Section):
         return Path(os.path.expanduser(self.path))
 
 
+class StreamConfig(_Section):
+    """What `visual-gen stream` makes: so many chunks of each prompt. `recache` is what a prompt switch does to what the
+    model still sees of the chunks before: "none" leaves it, "window" computes it again under the new prompt."""
+
+    chunks: PositiveInt = 20
+    recache: Recache = "none"
+
+
 class OutputConfig(_Section):
     """Where the video goes and how it is compressed. `crf` is x264's: 0 loses nothing, 18 looks the same, 51 is worst.
 
@@ -226,6 +235,7 @@ class RunConfig(_Section):
     `offload` "experts" keeps of two transformers only the one in use on the device, the other in host memory.
     With `causal`, the model's weights are those of a causal one, for streams; without it, the model makes whole videos.
     `lora`: files to load into it, added up.
+    `stream` is for the command of that name.
     """
 
     model: ModelConfig
@@ -237,6 +247,7 @@ class RunConfig(_Section):
     output: OutputConfig = OutputConfig()
     causal: CausalConfig | None = None
     lora: Annotated[tuple[LoRAConfig, ...], BeforeValidator(_list)] = ()
+    stream: StreamConfig | None = None
 
     def torch_dtype(self) -> torch.dtype:
         import torch

@@ -12,16 +12,21 @@ One stream, with a window of 3 sink frames and the last 9, the chunk of 3 being 
                 for i in range(num_layers):
                     out = attend(q, k, v, batch.layer(i))    # q, k, v [total_q, H, D]: writes k, v, then attends
             chunk.commit()
+
+A session forks (the blocks are held together until one of the two writes), rolls back, goes to host memory and back
+(snapshot, PagedKVCache.restore_session), and computes its window anew (recompute), for a prompt that changed.
 """
 
 from attention_backend.kv_cache.attend import CachedAttention
 from attention_backend.kv_cache.batch import KVBatch, LayerKV
+from attention_backend.kv_cache.chunk import Chunk, RecomputedWindow
 from attention_backend.kv_cache.contiguous import ContiguousKVCache
 from attention_backend.kv_cache.errors import KVCacheError, OutOfBlocks
 from attention_backend.kv_cache.geometry import SessionGeometry
 from attention_backend.kv_cache.paged import PagedKVCache
 from attention_backend.kv_cache.reads import PagedBatch, StaticBatch
-from attention_backend.kv_cache.session import Chunk, Session
+from attention_backend.kv_cache.session import Session
+from attention_backend.kv_cache.snapshot import SessionSnapshot
 
 __all__ = [
     "CachedAttention",
@@ -33,7 +38,9 @@ __all__ = [
     "OutOfBlocks",
     "PagedBatch",
     "PagedKVCache",
+    "RecomputedWindow",
     "Session",
     "SessionGeometry",
+    "SessionSnapshot",
     "StaticBatch",
 ]

@@ -33,6 +33,7 @@ class KVBatch(ABC):
 
     frames: tuple[int, ...]  # frames of each row's chunk
     frame_starts: tuple[int, ...]  # absolute index of each row's first frame
+    frame_runs: tuple[tuple[int, int], ...]  # (absolute index, count) of the runs of frames of all rows, in order
     frame_tokens: int
     extra_tokens: tuple[int, ...]  # of each row
     read: str  # "extent", "block_table", "staged", or "contiguous"

@@ -51,7 +51,7 @@ def possible_reads(backend: AttentionBackend, read: str, staging_tokens: int) ->
 
 def check_frame_causal(rows: Sequence[Row]) -> None:
     for row in rows:
-        chunk, geometry = row.chunk, row.chunk.session.geometry
+        chunk, geometry = row.chunk, row.chunk.geometry
         if row.extra_tokens:
             raise KVCacheError(f"frame_causal with {row.extra_tokens} extra tokens; they belong to no frame: give none")
         if chunk.frames > 1 and geometry.overwriting(chunk.frame_start, chunk.frames)[1]:

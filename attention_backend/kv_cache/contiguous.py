@@ -154,6 +154,7 @@ class _ContiguousBatch(KVBatch):
         self._cache, self._chunk = cache, chunk
         self.frames = (chunk.frames,) * cache.num_rows
         self.frame_starts = (chunk.frame_start,) * cache.num_rows
+        self.frame_runs = ((chunk.frame_start, chunk.frames),) * cache.num_rows
         self.frame_tokens = cache.frame_tokens
         self.extra_tokens = (0,) * cache.num_rows
         k, _ = cache._layers[0]

@@ -41,13 +41,14 @@ class SessionGeometry:
     max_chunk_frames: int | None = None
     rollback_chunks: int = 0  # committed chunks that can be taken back
     action_capacity: int = 0  # tokens behind the frames that only one forward sees
+    ring_turn: int = 0  # by how many frames the ring is turned back, after its window was computed anew in order
 
     def __post_init__(self) -> None:
         for name in ("frame_tokens", "branches"):
             check_count(name, getattr(self, name))
         if self.max_chunk_frames is not None:
             check_count("max_chunk_frames", self.max_chunk_frames)
-        for name in ("sink_frames", "rollback_chunks", "action_capacity"):
+        for name in ("sink_frames", "rollback_chunks", "action_capacity", "ring_turn"):
             check_count(name, getattr(self, name), 0)
         if self.recent_frames is None:
             if self.capacity_frames is None:
@@ -118,15 +119,30 @@ class SessionGeometry:
         out: list[Segment] = []
         end = first + count
         while first < end:
-            if first < self.window_frames:
-                position, room = first, self.window_frames - first
+            if self.recent_frames is None or first < self.sink_frames:
+                position = first
+                room = (self.capacity_frames if self.recent_frames is None else self.sink_frames) - first
             else:
-                turn = (first - self.sink_frames) % self.recent_frames
+                turn = (first - self.sink_frames - self.ring_turn) % self.recent_frames
                 position, room = self.sink_frames + turn, self.recent_frames - turn
             part = min(room, end - first)
-            out.append((position * self.frame_tokens, part * self.frame_tokens))
+            start, length = position * self.frame_tokens, part * self.frame_tokens
+            if out and sum(out[-1]) == start:
+                start, length = out[-1][0], out.pop()[1] + length
+            out.append((start, length))
             first += part
         return out
+
+    def held(self, frames: int) -> list[Segment]:
+        """(first, count) of the runs of frames that are in the window once `frames` frames are there, in order."""
+        if frames <= self.window_frames:
+            return [(0, frames)] if frames else []
+        runs = [(0, self.sink_frames), (frames - self.recent_frames, self.recent_frames)]
+        return [run for run in runs if run[1]]
+
+    def settled_tokens(self, oldest: int) -> int:
+        """Tokens at the front that are never written again, if no frame from `oldest` on can be taken back."""
+        return (oldest if self.recent_frames is None else min(oldest, self.sink_frames)) * self.frame_tokens
 
     def overwriting(self, first: int, count: int) -> Segment:
         """(first, count) of those of the frames that take the place of frames still in the window."""

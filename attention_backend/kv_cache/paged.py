@@ -12,11 +12,14 @@ import torch
 from attention_backend.interface import AttentionBackend
 from attention_backend.kv_cache import reads, sizes
 from attention_backend.kv_cache.checks import check_backend, check_frame_causal, possible_reads
+from attention_backend.kv_cache.chunk import Chunk
 from attention_backend.kv_cache.errors import KVCacheError
-from attention_backend.kv_cache.geometry import SessionGeometry, check_count
-from attention_backend.kv_cache.pool import BlockPool
+from attention_backend.kv_cache.geometry import GUARD_ROWS, SessionGeometry, check_count
+from attention_backend.kv_cache.interrupts import uninterrupted
+from attention_backend.kv_cache.pool import BlockPool, BranchStorage
 from attention_backend.kv_cache.reads import PagedBatch, Row
-from attention_backend.kv_cache.session import Chunk, Session
+from attention_backend.kv_cache.session import Session
+from attention_backend.kv_cache.snapshot import SessionSnapshot, restore
 from attention_backend.kv_cache.staging import Staging
 from attention_backend.metadata_state import AttentionMetadataState
 
@@ -79,7 +82,8 @@ class PagedKVCache:
         self.block_size, self.max_frames = block_size, max_frames
         self.attention_metadata_state = attention_metadata_state or AttentionMetadataState()
         self.pool = BlockPool(num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype, torch.device(device))
-        self.staging = Staging(self.pool, staging_tokens) if staging_tokens else None
+        largest = None if max_frames is None else max_frames * frame_tokens + action_capacity + GUARD_ROWS
+        self.staging = Staging(self.pool, staging_tokens, largest) if staging_tokens else None
         self.sessions: list[Session] = []
         self._batches: dict[tuple, PagedBatch] = {}  # of open chunks alone
 
@@ -92,6 +96,7 @@ class PagedKVCache:
         """Of all that the cache holds on the device, the staging buffer included."""
         return self.pool.rows.nbytes + (self.staging.rows.nbytes if self.staging else 0)
 
+    @uninterrupted
     def open_session(
         self,
         *,
@@ -118,14 +123,19 @@ class PagedKVCache:
             max_chunk_frames=max_chunk_frames,
             rollback_chunks=rollback_chunks,
         )
-        session = Session(self, geometry, self.pool.open_branches(geometry, **self._placing))
-        self.sessions.append(session)
-        return session
+        return self.add(Session(self, geometry, self.pool.open_branches(geometry, **self.placing)))
+
+    @uninterrupted
+    def restore_session(self, snapshot: SessionSnapshot) -> Session:
+        """The session that a snapshot was taken of, of this cache or another. KVCacheError, with nothing taken, if that
+        was made for other frames, layers, heads or dtype, or its window is larger than max_frames; OutOfBlocks."""
+        return restore(self, snapshot)
 
     def sessions_that_fit(self, **options) -> int:
         """How many sessions could be opened now, one after another, with these options of open_session."""
-        return sizes.sessions_that_fit(self.pool.free, self._geometry(**options), self.block_size, **self._placing)
+        return sizes.sessions_that_fit(self.pool.free, self._geometry(**options), self.block_size, **self.placing)
 
+    @uninterrupted
     def batch(
         self,
         chunks: Sequence[Chunk],
@@ -152,30 +162,38 @@ class PagedKVCache:
                     f"frame_causal needs reads that overlap, and staged through {self.backend.name} has none; commit "
                     "the frames one by one"
                 )
-            wanted = [(row.branch, row.chunk.session.geometry, row.visible_tokens) for row in rows]
+            wanted = [(row.branch, row.chunk.geometry, row.visible_tokens) for row in rows]
             starts = tuple(self.staging.prepare(wanted, ascending=not extents))
-        key = (tuple((row.chunk, row.branch, row.extra_tokens) for row in rows), frame_causal, read, starts)
+        else:
+            for row in rows:
+                self.pool.own(row.branch, row.segments)
+        ours = tuple((row.chunk, row.branch, row.branch.moves, row.extra_tokens) for row in rows)
+        key = (ours, frame_causal, read, starts)
         batch = self._batches.get(key)
         if batch is None:
             batch = self._batches[key] = self._build(rows, read, reason, starts, frame_causal)
         if read != "staged":
-            self._journal(batch.chunks)
+            self.set_aside(batch.chunks)
         for row in rows:
             row.chunk._note_forward(row.branch, row.extra_tokens, staged=read == "staged")
         return batch
 
     @property
-    def _placing(self) -> dict[str, bool]:
+    def placing(self) -> dict[str, bool]:
+        """How a session's blocks may lie, for the pool."""
         return {"runs": "extent" in self._reads, "scattered": self._reads != ("extent",)}
 
     def _geometry(self, **options) -> SessionGeometry:
         geometry = SessionGeometry(frame_tokens=self.frame_tokens, action_capacity=self.action_capacity, **options)
+        self.check_window(geometry)
+        return geometry
+
+    def check_window(self, geometry: SessionGeometry) -> None:
         if self.max_frames is not None and geometry.window_frames > self.max_frames:
             raise KVCacheError(
                 f"a window of {geometry.window_frames} frames in a cache for at most max_frames {self.max_frames}; "
                 "make the window smaller, or the cache with a larger max_frames"
             )
-        return geometry
 
     def _rows(self, chunks: list[Chunk], branches, extra_tokens) -> list[Row]:
         extra = [0] * len(chunks) if extra_tokens is None else list(extra_tokens)
@@ -199,7 +217,7 @@ class PagedKVCache:
                     f"{extra_of_chunk} extra tokens in a cache with action_capacity {self.action_capacity}; make the "
                     "cache with a larger one"
                 )
-            storage = chunk.session.branches
+            storage = chunk.branches
             for i in range(len(storage)) if branches is None else branches:
                 if i not in range(len(storage)):
                     raise KVCacheError(f"branch {i!r} of a session with {len(storage)} branches")
@@ -219,7 +237,7 @@ class PagedKVCache:
         return self._reads[0], f"{self.backend.name} reads no extents"
 
     def _build(self, rows: list[Row], read: str, reason: str, starts, frame_causal: bool) -> PagedBatch:
-        window = max(row.chunk.session.geometry.window_frames for row in rows)
+        window = max(row.chunk.geometry.window_frames for row in rows)
         bound = (self.max_frames or window) * self.frame_tokens + self.action_capacity
         common = (bound, self.backend.spec.role, self.attention_metadata_state)
         if read == "staged":
@@ -229,8 +247,8 @@ class PagedKVCache:
         inputs = reads.pool_read(rows, read, frame_causal, self.pool, *common)
         return PagedBatch(rows, read, reason, self.pool.rows, *inputs)
 
-    def _journal(self, chunks: Sequence[Chunk]) -> None:
-        """Sets aside what the chunks are about to overwrite in the pool, all of it in one go."""
+    def set_aside(self, chunks: Sequence[Chunk]) -> None:
+        """Keeps what the chunks are about to overwrite in the pool, in their journals, all of it in one go."""
         pairs = [chunk.session._journal(chunk._record) for chunk in chunks if not chunk._journaled]
         live, kept = ([segment for pair in pairs for segment in pair[i]] for i in range(2))
         self.pool.rows.copy(kept, self.pool.rows, live)
@@ -240,9 +258,16 @@ class PagedKVCache:
     def _chunk_is_over(self, chunk: Chunk) -> None:
         self._batches = {key: batch for key, batch in self._batches.items() if chunk not in batch.chunks}
 
-    def _close(self, session: Session) -> None:
-        self.pool.close_branches(session.branches)
-        for branch in session.branches:
+    def add(self, session: Session) -> Session:
+        self.sessions.append(session)
+        return session
+
+    def release(self, branches: Sequence[BranchStorage]) -> None:
+        self.pool.close_branches(branches)
+        for branch in branches:
             if self.staging is not None:
                 self.staging.drop(branch)
+
+    def _close(self, session: Session) -> None:
+        self.release([*session.branches, *(session.chunk.own_branches if session.chunk else ())])
         self.sessions.remove(session)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -16,14 +16,20 @@ from attention_backend.kv_cache.rows import LayerRows, Segment, TokenRows
 class BranchStorage:
     """The blocks of one branch of a session; block i of `blocks` has tokens from i · block_size on.
 
-    journal: blocks that keep what open and recent chunks overwrote. changes: counts what happened to the blocks.
+    journal: blocks that keep what open and recent chunks overwrote. changes: counts what happened to the tokens; moves:
+    how often a block was replaced by another of the same content.
     """
 
     def __init__(self, blocks: Sequence[int], journal: Sequence[int], is_run: bool, block_size: int) -> None:
-        self.blocks, self.journal, self.is_run, self.block_size = tuple(blocks), tuple(journal), is_run, block_size
-        self.changes = 0
-        self._rows, self._journal_rows = (TokenRows(ids, block_size) for ids in (self.blocks, self.journal))
-        self._table: tuple[int, ...] = ()
+        self.journal, self.is_run, self.block_size = tuple(journal), is_run, block_size
+        self.changes, self.moves = 0, -1
+        self._journal_rows = TokenRows(self.journal, block_size)
+        self.place(blocks)
+
+    def place(self, blocks: Sequence[int]) -> None:
+        """Other blocks, of the same content."""
+        self.blocks, self.moves = tuple(blocks), self.moves + 1
+        self._rows, self._table = TokenRows(self.blocks, self.block_size), ()
 
     @property
     def first_row(self) -> int:
@@ -52,8 +58,9 @@ class BranchStorage:
 class BlockPool:
     """K and V of all layers in blocks [num_blocks, block_size, Hkv, D]; block 0 is the null block, and stays zero.
 
-    All free blocks are zero. versions: how often each block's kept tokens changed, never set back, so that a block
-    that was given to another session is known to be another.
+    All free blocks are zero. Forks hold blocks together until one of them writes; for each holder but one a spare is
+    set aside from the start, so that no write fails for want of a block. versions: of each block's kept tokens, a
+    number that no other content ever had, so that a copy elsewhere is known to be current whatever it was made of.
     """
 
     def __init__(
@@ -68,9 +75,11 @@ class BlockPool:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.rows = LayerRows(num_layers, (num_blocks, block_size, num_kv_heads, head_dim), dtype, device)
-        self.versions = [0] * num_blocks
-        self.references = [0] * num_blocks
+        self._new_version = itertools.count(num_blocks).__next__
+        self.versions = list(range(num_blocks))
         self.free = FreeRuns(1, num_blocks - 1)
+        self.holders: dict[int, list[BranchStorage]] = {}  # of the blocks in use
+        self.spares: dict[int, list[int]] = {}  # of blocks that several hold and one may write
 
     def open_branches(self, geometry: SessionGeometry, *, runs: bool, scattered: bool) -> list[BranchStorage]:
         """Blocks for all branches, or OutOfBlocks and nothing taken. runs and scattered: which placings will do."""
@@ -87,26 +96,90 @@ class BlockPool:
         self.free = free
         for branch in placed:
             for block in (*branch.blocks, *branch.journal):
-                self.references[block] += 1
+                self.holders[block] = [branch]
         return placed
+
+    def fork_branches(
+        self, branches: Sequence[BranchStorage], geometry: SessionGeometry, settled_tokens: int
+    ) -> list[BranchStorage]:
+        """Branches that hold the blocks of `branches` with them, with journals of their own; OutOfBlocks as above.
+
+        The first settled_tokens are never written again and need no spares.
+        """
+        free, size = self.free.copy(), self.block_size
+        journals = [free.take_any(len(branch.journal)) for branch in branches]
+        indices = range(settled_tokens // size, -(-geometry.capacity_tokens // size))
+        spares = [free.take_any(len(indices)) for _ in branches]
+        if None in journals or None in spares:
+            needed = sum(len(branch.journal) + len(indices) for branch in branches)
+            raise OutOfBlocks(
+                f"a fork of a window of {geometry.window_frames} frames needs {needed} blocks of {size} tokens for "
+                f"what the two will write apart, and {self.free.free} of {self.num_blocks - 1} are free; close a "
+                "session, or make the cache larger (num_blocks, memory_bytes)"
+            )
+        self.free = free
+        forks = []
+        for branch, journal, spare in zip(branches, journals, spares, strict=True):
+            fork = BranchStorage(branch.blocks, journal, False, size)
+            forks.append(fork)
+            for block in journal:
+                self.holders[block] = [fork]
+            for block in branch.blocks:
+                self.holders[block].append(fork)
+            for i, block in zip(indices, spare, strict=True):
+                self.spares.setdefault(branch.blocks[i], []).append(block)
+        return forks
+
+    def own(self, branch: BranchStorage, segments: Iterable[Segment]) -> None:
+        """Before a branch writes: parts the blocks that others hold too. It moves, unless it is a run: then they do."""
+        shared = [i for i in branch.block_indices(segments) if len(self.holders[branch.blocks[i]]) > 1]
+        if not shared:
+            return
+        moves = [(i, branch.blocks[i], self.spares[branch.blocks[i]][-1]) for i in shared]
+        sources, targets = ([(move[side] * self.block_size, self.block_size) for move in moves] for side in (1, 2))
+        self.rows.copy(targets, self.rows, sources)
+        placed: dict[BranchStorage, list[int]] = {}
+        for i, block, spare in moves:
+            leaving = [each for each in self.holders[block] if (each is branch) != branch.is_run]
+            staying = [each for each in self.holders[block] if each not in leaving]
+            spares = self.spares.pop(block)[:-1]
+            for each, group in ((block, staying), (spare, leaving)):
+                self.holders[each] = group
+                part, spares = spares[: len(group) - 1], spares[len(group) - 1 :]
+                if part:
+                    self.spares[each] = part
+            self.versions[spare] = self.versions[block]
+            for each in leaving:
+                placed.setdefault(each, list(each.blocks))[i] = spare
+        for each, blocks in placed.items():
+            each.place(blocks)
 
     def close_branches(self, branches: Sequence[BranchStorage]) -> None:
         """Gives up their blocks; those that nobody else has are zeroed and free."""
-        given_up = Counter(block for branch in branches for block in (*branch.blocks, *branch.journal))
-        unused = [block for block, count in given_up.items() if self.references[block] == count]
+        leaving = set(branches)
+        given_up = list(dict.fromkeys(block for branch in branches for block in (*branch.blocks, *branch.journal)))
+        unused = [block for block in given_up if leaving.issuperset(self.holders[block])]
         # First, as it may run out of memory, and must leave the blocks to their owner then.
         self.rows.zero([(start * self.block_size, n * self.block_size) for start, n in runs(sorted(unused))])
-        for block, count in given_up.items():
-            self.references[block] -= count
+        spare = []
+        for block in given_up:
+            holders = [each for each in self.holders.pop(block) if each not in leaving]
+            if holders:
+                self.holders[block] = holders
+            spares = self.spares.pop(block, [])
+            needed = max(len(holders) - 1, 0)
+            spare += spares[needed:]
+            if spares[:needed]:
+                self.spares[block] = spares[:needed]
         for block in unused:
-            self.versions[block] += 1
-        self.free.give(unused)
+            self.versions[block] = self._new_version()
+        self.free.give(unused + spare)
 
     def changed(self, branch: BranchStorage, segments: Iterable[Segment]) -> None:
         """Notes that kept tokens of a branch are others now."""
         branch.changes += 1
         for i in branch.block_indices(segments):
-            self.versions[branch.blocks[i]] += 1
+            self.versions[branch.blocks[i]] = self._new_version()
 
 
 def place_session(

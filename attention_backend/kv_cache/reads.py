@@ -10,10 +10,10 @@ import torch
 
 from attention_backend.graph_buffers import GraphBuffers
 from attention_backend.kv_cache.batch import KVBatch, LayerKV
+from attention_backend.kv_cache.chunk import Chunk
 from attention_backend.kv_cache.errors import KVCacheError
 from attention_backend.kv_cache.pool import BranchStorage
 from attention_backend.kv_cache.rows import LayerRows, Segment, row_index
-from attention_backend.kv_cache.session import Chunk
 from attention_backend.metadata import AttentionMetadata
 from attention_backend.metadata_state import AttentionMetadataState
 
@@ -29,13 +29,13 @@ class Row:
     @property
     def visible_tokens(self) -> int:
         """The chunk's frames counted in, and its extra tokens."""
-        geometry = self.chunk.session.geometry
+        geometry = self.chunk.geometry
         return geometry.visible_tokens(self.chunk.frame_start + self.chunk.frames) + self.extra_tokens
 
     @property
     def segments(self) -> list[Segment]:
         """Token positions of the chunk and the extra tokens behind all that is visible."""
-        geometry = self.chunk.session.geometry
+        geometry = self.chunk.geometry
         out = geometry.segments(self.chunk.frame_start, self.chunk.frames)
         if self.extra_tokens:
             out.append((self.visible_tokens - self.extra_tokens, self.extra_tokens))
@@ -43,10 +43,10 @@ class Row:
 
     def sequences(self, frame_causal: bool) -> list[tuple[int, int]]:
         """(queries, keys) of each sequence of the call."""
-        tokens = self.chunk.session.geometry.frame_tokens
+        tokens = self.chunk.geometry.frame_tokens
         if frame_causal:
             first = self.chunk.frame_start + 1
-            visible = self.chunk.session.geometry.visible_tokens
+            visible = self.chunk.geometry.visible_tokens
             return [(tokens, visible(frames)) for frames in range(first, first + self.chunk.frames)]
         return [(self.chunk.frames * tokens + self.extra_tokens, self.visible_tokens)]
 
@@ -87,7 +87,8 @@ class PagedBatch(_ReadyBatch):
         self.chunks = tuple(dict.fromkeys(row.chunk for row in rows))
         self.frames = tuple(row.chunk.frames for row in rows)
         self.frame_starts = tuple(row.chunk.frame_start for row in rows)
-        self.frame_tokens = rows[0].chunk.session.geometry.frame_tokens
+        self.frame_runs = tuple(run for row in rows for run in row.chunk.frame_runs)
+        self.frame_tokens = rows[0].chunk.geometry.frame_tokens
         self.extra_tokens = tuple(row.extra_tokens for row in rows)
         self.read, self.read_reason = read, read_reason
         self._set_up(layer_rows, slots, metadata)
@@ -133,6 +134,10 @@ class StaticBatch(_ReadyBatch):
     @property
     def frame_starts(self) -> tuple[int, ...]:
         return self.source.frame_starts
+
+    @property
+    def frame_runs(self) -> tuple[Segment, ...]:
+        return self.source.frame_runs
 
     def _check_ready(self) -> None:
         self.source._check_ready()

@@ -79,3 +79,17 @@ class LayerRows:
             index, source_index = row_index(segments, self.device), row_index(source_segments, self.device)
             for x, other in zip(self._flat, source._flat, strict=True):
                 x.index_copy_(0, index, other.index_select(0, source_index))
+
+    def read(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """[2 · layers, total, Hkv, D], K before V of each layer."""
+        if not segments:
+            return torch.stack([x[:0] for x in self._flat])
+        index = row_index(segments, self.device)
+        return torch.stack([x.index_select(0, index) for x in self._flat])
+
+    def write(self, segments: Sequence[Segment], values: torch.Tensor) -> None:
+        """What read gave, on this device."""
+        if segments:
+            index = row_index(segments, self.device)
+            for x, value in zip(self._flat, values, strict=True):
+                x.index_copy_(0, index, value)

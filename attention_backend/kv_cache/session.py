@@ -1,26 +1,20 @@
-"""Sessions, each with a window of frames in blocks of its own, and the chunks that move them on."""
+"""Sessions, each with a window of frames in blocks of its own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from attention_backend.kv_cache.chunk import Chunk, RecomputedWindow, Record
 from attention_backend.kv_cache.errors import KVCacheError
 from attention_backend.kv_cache.geometry import SessionGeometry, check_count
+from attention_backend.kv_cache.interrupts import uninterrupted
 from attention_backend.kv_cache.pool import BranchStorage
 from attention_backend.kv_cache.rows import Segment
 
 if TYPE_CHECKING:
     from attention_backend.kv_cache.paged import PagedKVCache
-
-
-@dataclass(frozen=True)
-class _Record:
-    """A chunk's place, and the journal slot that has what it overwrote."""
-
-    frame_start: int
-    frames: int
-    slot: int
+    from attention_backend.kv_cache.snapshot import SessionSnapshot
 
 
 class Session:
@@ -29,13 +23,21 @@ class Session:
     As a context manager it closes on leaving. Every use after close() is a KVCacheError.
     """
 
-    def __init__(self, cache: PagedKVCache, geometry: SessionGeometry, branches: list[BranchStorage]) -> None:
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        geometry: SessionGeometry,
+        branches: list[BranchStorage],
+        *,
+        frames: int = 0,
+        serial: int = 0,
+        records: tuple[Record, ...] = (),
+    ) -> None:
         self.cache, self.geometry, self.branches = cache, geometry, branches
         self.closed = False
-        self._frames = 0
+        self._frames, self._serial = frames, serial
         self._open: Chunk | None = None
-        self._records: list[_Record] = []  # of the last rollback_chunks commits
-        self._serial = 0
+        self._records = list(records)  # of the last rollback_chunks commits
 
     @property
     def frames(self) -> int:
@@ -43,13 +45,18 @@ class Session:
         self._check_open()
         return self._frames
 
+    @property
+    def chunk(self) -> Chunk | None:
+        """The open one."""
+        return self._open
+
+    @uninterrupted
     def begin(self, frames: int) -> Chunk:
         """The next `frames` frames. KVCacheError, before anything is written, if they do not fit or a chunk is open."""
         self._check_open()
         geometry = self.geometry
         check_count("frames", frames)
-        if self._open is not None:
-            raise KVCacheError(f"a chunk of {self._open.frames} frames is open; commit() or abort() it first")
+        self._check_no_chunk("commit() or abort() it first")
         if frames > geometry.max_chunk_frames:
             raise KVCacheError(
                 f"a chunk of {frames} frames, and the session was opened for at most {geometry.max_chunk_frames}; make "
@@ -60,9 +67,27 @@ class Session:
                 f"{self._frames} frames are committed and {frames} more exceed capacity_frames "
                 f"{geometry.capacity_frames}; open the session with more, or with recent_frames, which lets old ones go"
             )
-        self._open = Chunk(self, _Record(self._frames, frames, self._serial % geometry.journal_slots))
+        self._open = Chunk(self, Record(self._frames, frames, self._serial % geometry.journal_slots))
         return self._open
 
+    @uninterrupted
+    def recompute(self) -> RecomputedWindow:
+        """The frames in the window once more, in one chunk with blocks of its own, for a frame_causal forward.
+
+        Its commit() puts what was computed in the place of what was there, after which earlier chunks cannot be taken
+        back; abort() leaves all as it is. KVCacheError with a chunk open or no frame committed; OutOfBlocks if there is
+        no room for a second window.
+        """
+        self._check_open()
+        self._check_no_chunk("commit() or abort() it first")
+        if not self._frames:
+            raise KVCacheError("no frame is committed, so there is no window to compute anew: begin() the first chunk")
+        flat = replace(self.geometry, ring_turn=0)
+        branches = self.cache.pool.open_branches(flat, **self.cache.placing)
+        self._open = RecomputedWindow(self, flat, branches)
+        return self._open
+
+    @uninterrupted
     def rollback(self, chunks: int = 1) -> None:
         """Takes back the last `chunks` commits: window and lengths are as they were before them.
 
@@ -70,8 +95,7 @@ class Session:
         """
         self._check_open()
         check_count("chunks", chunks)
-        if self._open is not None:
-            raise KVCacheError(f"a chunk of {self._open.frames} frames is open; abort() it before a rollback")
+        self._check_no_chunk("abort() it before a rollback")
         if chunks > len(self._records):
             raise KVCacheError(
                 f"{chunks} chunks to take back, and {len(self._records)} are kept (rollback_chunks is "
@@ -83,6 +107,42 @@ class Session:
             self._records.pop()  # only now: an undo that ran out of memory is asked for again
             self._frames, self._serial = record.frame_start, self._serial - 1
 
+    @uninterrupted
+    def fork(self) -> Session:
+        """A second session at the same place; from here on neither sees what the other does.
+
+        Both hold the same blocks until one of them writes there; then that block is copied. A fork takes blocks at once
+        for all that the two will ever write apart. What can be rolled back here can be there. Where sessions must each
+        be one run of blocks (a cache whose only read is "extent"), all is copied now; elsewhere the fork is read by
+        block table, or staged. KVCacheError, with nothing taken, if a chunk is open; OutOfBlocks.
+        """
+        self._check_open()
+        self._check_no_chunk("commit() or abort() it before a fork")
+        cache, geometry = self.cache, self.geometry
+        if cache.placing["scattered"]:
+            oldest = self._records[0].frame_start if self._records else self._frames
+            branches = cache.pool.fork_branches(self.branches, geometry, geometry.settled_tokens(oldest))
+        else:
+            branches = cache.pool.open_branches(geometry, **cache.placing)
+            self._copy([(0, geometry.visible_tokens(self._frames))], branches, BranchStorage.rows)
+        slots = [(r.slot * geometry.journal_slot_tokens, self._overwritten(r)[1]) for r in self._records]
+        self._copy(slots, branches, lambda branch, segments: [x for s in segments for x in branch.journal_rows(*s)])
+        return self.cache.add(
+            Session(
+                cache, geometry, branches, frames=self._frames, serial=self._serial, records=tuple(self._records)
+            )
+        )  # fmt: skip
+
+    def snapshot(self) -> SessionSnapshot:
+        """All of it in host memory, for PagedKVCache.restore_session. Waits for the device. KVCacheError if a chunk is
+        open."""
+        from attention_backend.kv_cache.snapshot import take_snapshot
+
+        self._check_open()
+        self._check_no_chunk("commit() or abort() it before a snapshot")
+        return take_snapshot(self)
+
+    @uninterrupted
     def close(self) -> None:
         """Gives all blocks back, an open chunk's with them. A second close() does nothing."""
         if self.closed:
@@ -103,11 +163,28 @@ class Session:
         if self.closed:
             raise KVCacheError("the session is closed; open_session() another")
 
+    def _check_no_chunk(self, way_out: str) -> None:
+        if self._open is not None:
+            raise KVCacheError(f"a chunk of {self._open.frames} frames is open; {way_out}")
+
     def _end(self, chunk: Chunk) -> None:
         self._open = None
         self.cache._chunk_is_over(chunk)
 
-    def _journal(self, record: _Record) -> tuple[list[Segment], list[Segment]]:
+    def _overwritten(self, record: Record) -> Segment:
+        """Token (first position, count) of the journal slot's content."""
+        first, count = self.geometry.overwriting(record.frame_start, record.frames)
+        return first, count * self.geometry.frame_tokens
+
+    def _copy(self, segments, branches, rows_of) -> None:
+        rows = self.cache.pool.rows
+        sources, targets = (
+            [row for branch in some for row in rows_of(branch, [s for s in segments if s[1]])]
+            for some in (self.branches, branches)
+        )
+        rows.copy(targets, rows, sources)
+
+    def _journal(self, record: Record) -> tuple[list[Segment], list[Segment]]:
         """Pool rows that have what a chunk overwrites, and journal rows for as many, of all branches."""
         live: list[Segment] = []
         kept: list[Segment] = []
@@ -119,7 +196,7 @@ class Session:
             kept += branch.journal_rows(start, count * self.geometry.frame_tokens)
         return live, kept
 
-    def _undo(self, record: _Record, *, extra_tokens: int, in_pool: bool) -> None:
+    def _undo(self, record: Record, *, extra_tokens: int, in_pool: bool) -> None:
         """Leaves nothing of a chunk: what it overwrote is back, and its other rows are zero."""
         geometry, pool, staging = self.geometry, self.cache.pool, self.cache.staging
         end = record.frame_start + record.frames
@@ -129,6 +206,8 @@ class Session:
             fresh.append((geometry.visible_tokens(end), extra_tokens))
         touched = fresh + geometry.segments(overwriting, count)
         if in_pool:
+            for branch in self.branches:
+                pool.own(branch, touched)
             live, kept = self._journal(record)
             pool.rows.copy(live, pool.rows, kept)
             pool.rows.zero([row for branch in self.branches for row in branch.rows(fresh)])
@@ -137,91 +216,3 @@ class Session:
                 pool.changed(branch, touched)
             if staging is not None:
                 staging.forget(branch, touched)
-
-
-class Chunk:
-    """Frames being computed: any number of forwards, then commit() or abort(). Made by Session.begin.
-
-    As a context manager it aborts on an exception, and on leaving uncommitted.
-    """
-
-    def __init__(self, session: Session, record: _Record) -> None:
-        self.session, self._record = session, record
-        self._journaled = False
-        self._in_pool = False  # a forward may have written there
-        self._staged: set[int] = set()  # branches whose last forward wrote into the staging buffer instead
-        self._forwarded: set[int] = set()  # branches that a batch was made for
-        self._extra_tokens = 0  # the most of any forward
-
-    @property
-    def frames(self) -> int:
-        return self._record.frames
-
-    @property
-    def frame_start(self) -> int:
-        """The absolute index of its first frame."""
-        return self._record.frame_start
-
-    @property
-    def over(self) -> bool:
-        return self.session._open is not self
-
-    def commit(self) -> None:
-        """Keeps the K/V that the last forward wrote, and moves the window on.
-
-        KVCacheError if the chunk is over, or a branch had no forward.
-        """
-        self._check("commit")
-        session, geometry = self.session, self.session.geometry
-        missing = [i for i in range(geometry.branches) if i not in self._forwarded]
-        if missing:
-            raise KVCacheError(f"commit() of a chunk with no forward for branches {missing}; run one, or abort()")
-        segments = geometry.segments(self.frame_start, self.frames)
-        if self._staged:
-            session.cache._journal([self])  # what is written below, should it fail midway, or be rolled back
-            self._in_pool = True
-        for i, branch in enumerate(session.branches):
-            if i in self._staged:
-                session.cache.staging.commit(branch, segments)
-                session.cache.staging.release(branch)
-            else:
-                session.cache.pool.changed(branch, segments)
-        session._frames += self.frames
-        session._serial += 1
-        session._records.append(self._record)
-        del session._records[: max(len(session._records) - geometry.rollback_chunks, 0)]
-        session._end(self)
-
-    def abort(self) -> None:
-        """Leaves the session as it was before the chunk, with nothing of what its forwards wrote."""
-        self._check("abort")
-        self.session._undo(self._record, extra_tokens=self._extra_tokens, in_pool=self._in_pool)
-        self.session._end(self)
-
-    def __enter__(self) -> Chunk:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if not self.over:
-            self.abort()
-
-    def _note_forward(self, branch: BranchStorage, extra_tokens: int, *, staged: bool) -> None:
-        """Of a forward that is about to run: what it writes, and where."""
-        index, staging = self.session.branches.index(branch), self.session.cache.staging
-        self._forwarded.add(index)
-        self._extra_tokens = max(self._extra_tokens, extra_tokens)
-        if staged:
-            self._staged.add(index)
-            return
-        self._in_pool = True
-        if index in self._staged:
-            self._staged.remove(index)
-            staging.release(branch)
-
-    def _check(self, what: str) -> None:
-        self.session._check_open()
-        if self.over:
-            raise KVCacheError(
-                f"{what}() of a chunk that is over, of frames {self.frame_start} to "
-                f"{self.frame_start + self.frames - 1}; begin() a new one"
-            )

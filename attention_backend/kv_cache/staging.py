@@ -32,14 +32,15 @@ class Region:
 class Staging:
     """num_rows rows of K and V for each layer, shared by the branches that were read last.
 
+    region_rows: what every branch takes, so that those of unlike windows fit wherever one was; None: what each needs.
     blocks_copied counts the blocks that were copied because they had changed since, or had not been here.
     """
 
-    def __init__(self, pool: BlockPool, num_rows: int) -> None:
+    def __init__(self, pool: BlockPool, num_rows: int, region_rows: int | None = None) -> None:
         k = pool.rows.layers[0][0]
         shape = (num_rows, *k.shape[-2:])
         self.pool, self.rows = pool, LayerRows(len(pool.rows.layers), shape, k.dtype, torch.device(k.device))
-        self.blocks_copied = 0
+        self.blocks_copied, self.region_rows = 0, region_rows
         self._free = FreeRuns(0, num_rows)
         self._regions: OrderedDict[BranchStorage, Region] = OrderedDict()  # least recently used first
 
@@ -51,7 +52,10 @@ class Staging:
         """
         starts = [self._regions[b].start if b in self._regions else -1 for b, _, _ in wanted]
         if -1 in starts or (ascending and starts != sorted(starts)):
-            self._place({branch: geometry.capacity_tokens + GUARD_ROWS for branch, geometry, _ in wanted}, ascending)
+            needed = {
+                branch: self.region_rows or geometry.capacity_tokens + GUARD_ROWS for branch, geometry, _ in wanted
+            }
+            self._place(needed, ascending)
         targets: list[Segment] = []
         sources: list[Segment] = []
         for branch, geometry, tokens in wanted:

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from attention_backend import flash_attn4
@@ -13,3 +15,27 @@ def flash_kernel(request):
     if problem:
         pytest.skip(problem)
     return request.param.name
+
+
+@pytest.fixture(scope="session")
+def random_causal_folder(tmp_path_factory):
+    """A checkpoint for streams: random weights of the transformer and the VAE, all else is the packaged one's."""
+    import torch
+    from diffusers import AutoencoderKLWan, WanTransformer3DModel
+
+    from visual_gen.checkpoint import resolve_folder
+
+    folder = tmp_path_factory.mktemp("causal")
+    torch.manual_seed(0)
+    WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=128, ffn_dim=64,
+        num_layers=1, rope_max_seq_len=64,
+    ).save_pretrained(folder / "transformer")  # fmt: skip
+    AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    ).save_pretrained(folder / "vae")
+    (folder / "model_index.json").write_text((resolve_folder("wan-shapes") / "model_index.json").read_text())
+    (folder / "recommended.json").write_text('{"label": "random weights", "sizes": [[32, 48]]}')
+    shared = ["text_encoder", "tokenizer", "scheduler"]
+    (folder / "shares.json").write_text(json.dumps(dict.fromkeys(shared, "wan-shapes")))
+    return folder

@@ -6,17 +6,17 @@ import argparse
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from visual_gen.commands.settings import config_from_arguments
 from visual_gen.config import ConfigError, RunConfig
 from visual_gen.runtime.files import check_writable, expanded, report_paths
 
 if TYPE_CHECKING:
-    from visual_gen.pipelines import WanPipeline, WanPipelineOutput
+    from visual_gen.pipelines import WanPipelineOutput
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -43,12 +43,13 @@ def output_files(config: RunConfig) -> list[Path]:
 def refuse_what_cannot_generate(config: RunConfig) -> None:
     """Raises ConfigError on a preset that is unknown or contradicts the folder, and ValueError on images and settings
     that its model cannot follow. What no preset tells, the folder's own files do when the pipeline opens it. Raises
-    ConfigError on causal settings too, which a whole video would not follow."""
-    if config.causal is not None:
-        raise ConfigError(
-            "causal: generate makes whole videos at once; leave this section out, or make a stream of chunks from "
-            "Python with visual_gen.pipelines.rollout (`visual-gen plan` says what its cache takes)"
-        )
+    ConfigError on causal and stream settings too, which a whole video would not follow."""
+    for section in ("causal", "stream"):
+        if getattr(config, section) is not None:
+            raise ConfigError(
+                f"{section}: generate makes whole videos at once; leave this section out, or make a stream of chunks "
+                "with `visual-gen stream` (`visual-gen plan` says what its cache takes)"
+            )
     if config.model.preset is None:
         return
     from visual_gen.runtime.model import check_settings, find_model
@@ -112,7 +113,7 @@ def generate(config: RunConfig, files: list[Path]) -> None:
     pipeline = WanPipeline.from_pretrained(config.model.path, **settings)
     for lora in config.lora:
         pipeline.load_lora(lora.file, name=lora.path, scale=lora.scale, transformer=lora.transformer)
-    _announce(config, pipeline)
+    announce(config.model.path, pipeline.recommended.get("label"), pipeline.transformer.attention_choices)
     # On the CPU whatever the device, so that a seed gives one noise everywhere.
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in generation.seeds]
     try:
@@ -121,20 +122,20 @@ def generate(config: RunConfig, files: list[Path]) -> None:
         if error.output is None or len(error.output.record.bad_clips) == len(files):
             raise
         _write(config, error.output, files)
-        _say("the other clips were written")
+        say("the other clips were written")
         raise
     _write(config, output, files)
 
 
-def _announce(config: RunConfig, pipeline: WanPipeline) -> None:
+def announce(path: str, label: str | None, attention_choices: Mapping[str, Any]) -> None:
     """What the checkpoint is and which backend each role took, on stderr: a run can be long, so before it."""
-    if label := pipeline.recommended.get("label"):
-        _say(f"{config.model.path}: {label}")
-    for role, choice in pipeline.transformer.attention_choices.items():
-        _say(f"{role} attention: {choice.name} ({textwrap.shorten(choice.why, 160, placeholder=' …')})")
+    if label:
+        say(f"{path}: {label}")
+    for role, choice in attention_choices.items():
+        say(f"{role} attention: {choice.name} ({textwrap.shorten(choice.why, 160, placeholder=' …')})")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(f"visual-gen: {text}", file=sys.stderr)
 
 
@@ -149,13 +150,13 @@ def _write(config: RunConfig, output: WanPipelineOutput, files: list[Path]) -> N
     for file, clip in zip(written, output.frames, strict=True):
         if file is None:
             continue
-        with _writing(file):
+        with writing(file):
             write_video(file, clip, config.generation.fps, crf=config.output.crf)
     record.stage_seconds["write"] = time.perf_counter() - start
     reports: tuple[Path, ...] = ()
     if config.output.report:
         path = expanded(config.output.path)
-        with _writing(report_paths(path)[0]):
+        with writing(report_paths(path)[0]):
             reports = write_report(path, config, record, output.frames, written)
     # At the end: a reader of this output that has gone stops us here, and must not cost a clip.
     for file in (*written, *reports):
@@ -164,7 +165,7 @@ def _write(config: RunConfig, output: WanPipelineOutput, files: list[Path]) -> N
 
 
 @contextmanager
-def _writing(file: Path) -> Iterator[None]:
+def writing(file: Path) -> Iterator[None]:
     """Its path was writable when the run began: what fails now, a full disk say, is no bad input."""
     try:
         yield

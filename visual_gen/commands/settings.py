@@ -15,6 +15,8 @@ def config_from_arguments(arguments: argparse.Namespace) -> RunConfig:
         "last_image": "generation.last_image",
         "seed": "generation.seed",
         "output": "output.path",
+        "chunks": "stream.chunks",
+        "recache": "stream.recache",
     }
     overrides: list[str | Override] = list(arguments.overrides)
     for option, key in options.items():

@@ -3,7 +3,10 @@
 import importlib
 
 _EXPORTS = {
+    "FrameDecoder": "visual_gen.pipelines.frame_stream",
+    "FrameStream": "visual_gen.pipelines.frame_stream",
     "GenerationError": "visual_gen.pipelines.errors",
+    "StreamEngine": "visual_gen.pipelines.stream_engine",
     "WanPipeline": "visual_gen.pipelines.wan",
     "WanPipelineOutput": "visual_gen.pipelines.wan",
 }

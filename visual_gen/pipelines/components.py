@@ -19,7 +19,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from visual_gen.checkpoint import CheckpointError, WeightFiles, read_json
+from visual_gen.checkpoint import CheckpointError, WeightFiles, part_path, read_json
 from visual_gen.models.wan import WanTransformer
 from visual_gen.models.wan.layouts import open_weights, part_folder, read_config
 from visual_gen.pipelines.cpu_conv import channels_innermost
@@ -230,15 +230,15 @@ def load_components(
 ) -> Components:
     """Check that no weight file is damaged, then load each part once, inside `part(name)`; see `parts_of`."""
     for name in parts_of(facts):
-        open_weights(folder / name.replace(" ", "_").lower())
+        open_weights(part_path(folder, name.replace(" ", "_").lower()))
     with part("text encoder"):
-        text_encoder = load_text_encoder(folder / "text_encoder", dtype=dtype, device=device)
+        text_encoder = load_text_encoder(part_path(folder, "text_encoder"), dtype=dtype, device=device)
     image_encoder = None
     if facts.image_encoder:
         with part("image encoder"):
             image_encoder = load_image_encoder(folder / "image_encoder", dtype=dtype, device=device)
     with part("VAE"):
-        vae = load_vae(folder / "vae", dtype=vae_dtype, device=device)
+        vae = load_vae(part_path(folder, "vae"), dtype=vae_dtype, device=device)
 
     def load_transformer(name: str) -> WanTransformer:
         with part(name.replace("_", " ")):

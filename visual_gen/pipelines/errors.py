@@ -24,6 +24,10 @@ class GenerationError(RuntimeError):
         self.output: WanPipelineOutput | None = None
 
 
+class EngineFull(ValueError):
+    """There is no room for another stream; the message says what is short."""
+
+
 def bad_clips_error(output: WanPipelineOutput, latents: torch.Tensor) -> GenerationError:
     bad, steps = output.record.bad_clips, len(output.record.timesteps)
     faults = "; ".join(f"prompt {row}: {fault}" for row, fault in bad.items())

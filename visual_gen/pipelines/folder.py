@@ -8,7 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from visual_gen.checkpoint import CheckpointError, read_json
+from visual_gen.checkpoint import CheckpointError, part_path, read_json
 from visual_gen.models.wan import WanConfig
 from visual_gen.models.wan.layouts import LOOKED_FOR, is_authors_folder, part_folder, read_config, read_index
 from visual_gen.models.wan.task import Task
@@ -82,6 +82,21 @@ def read_folder(folder: Path, boundary_ratio: float | None = None) -> FolderFact
     return facts
 
 
+def read_stream_folder(folder: Path) -> FolderFacts:
+    """read_folder of what a stream can be made with; CheckpointError, too, on a checkpoint that takes an image, and on
+    one with a second transformer."""
+    facts = read_folder(folder)
+    unlike = "has a second transformer (two experts, as in Wan 2.2 A14B)" if facts.boundary_ratio is not None else None
+    if facts.task.condition is not None:
+        unlike = "is made for image-to-video"
+    if unlike is not None:
+        raise CheckpointError(
+            f"{folder} {unlike}: a stream is made from text by one transformer; give a text-to-video checkpoint with "
+            "one, trained causally"
+        )
+    return facts
+
+
 def _read_index(folder: Path) -> dict:
     path = folder / "model_index.json"
     if not path.exists() and not is_authors_folder(folder):
@@ -120,7 +135,7 @@ def _check_class(folder: Path, index: dict, name: str, classes: tuple[str, ...])
 
 def _checked_config(folder: Path, name: str) -> dict[str, Any]:
     """The settings of a Wan transformer or VAE, if it is of the class that it has to be."""
-    config, wanted = read_config(folder / name), _COMPONENT_CLASSES[name.removesuffix("_2")][0]
+    config, wanted = read_config(part_path(folder, name)), _COMPONENT_CLASSES[name.removesuffix("_2")][0]
     stored = config.get("_class_name")
     if stored != wanted:
         path = folder / name / "config.json"
@@ -198,7 +213,7 @@ def _check_pipeline_class(folder: Path, index: dict, task: Task) -> None:
 
 def _check_sizes(folder: Path, facts: FolderFacts) -> None:
     wan, where = facts.wan, folder / "transformer" / "config.json"
-    text, vae = read_config(folder / "text_encoder"), _checked_config(folder, "vae")
+    text, vae = read_config(part_path(folder, "text_encoder")), _checked_config(folder, "vae")
     latent, temporal = vae.get("z_dim", 16), vae.get("scale_factor_temporal") or 4
     channels, made_of = latent, "vae's z_dim"
     if facts.task.condition == "channels":
@@ -222,4 +237,4 @@ def _check_sizes(folder: Path, facts: FolderFacts) -> None:
                 f"{where} has {key} {value}, but the {other} is {other_value}: these folders do not belong together; "
                 "download the checkpoint again"
             )
-    empty_vae(folder / "vae")
+    empty_vae(part_path(folder, "vae"))

@@ -97,20 +97,35 @@ def _fault(video: torch.Tensor, video_shape: tuple[int, int, int]) -> str | None
     if tuple(video.shape[1:]) != tuple(video_shape):
         found, asked = ("×".join(map(str, shape)) for shape in (video.shape[1:], video_shape))
         return f"frames×height×width are {found}, not {asked}: the VAE is not the one that its config.json tells"
+    broken, flat = unusable_frames(video)
+    return broken_fault(broken, video) or flat_fault(flat, video)
+
+
+def unusable_frames(video: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Frames of `video` [3, F, H, W] that hold NaN or infinity, and those that are of one colour."""
     span = (video.amax(dim=(2, 3)) - video.amin(dim=(2, 3))).amax(dim=0).tolist()  # one for each frame
     broken = [frame for frame, value in enumerate(span) if not math.isfinite(value)]
-    if broken:
-        return (
-            f"frame(s) {_listed(broken)} of {len(span)} hold NaN or infinity: the VAE runs in "
-            f"{str(video.dtype).removeprefix('torch.')}, try dtype float32"
-        )
-    flat = [frame for frame, value in enumerate(span) if value < _ONE_COLOUR_RANGE]
-    if flat:
-        return (
-            f"frame(s) {_listed(flat)} of {len(span)} are of one colour: try more steps, another seed or "
-            "guidance_scale, or another dtype"
-        )
-    return None
+    return broken, [frame for frame, value in enumerate(span) if value < _ONE_COLOUR_RANGE]
+
+
+def broken_fault(frames: list[int], video: torch.Tensor) -> str | None:
+    """A sentence on `frames` that are not finite; None without any."""
+    if not frames:
+        return None
+    return (
+        f"frame(s) {_listed(frames)} of {video.shape[1]} hold NaN or infinity: the VAE runs in "
+        f"{str(video.dtype).removeprefix('torch.')}, try dtype float32"
+    )
+
+
+def flat_fault(frames: list[int], video: torch.Tensor) -> str | None:
+    """A sentence on `frames` of one colour; None without any."""
+    if not frames:
+        return None
+    return (
+        f"frame(s) {_listed(frames)} of {video.shape[1]} are of one colour: try more steps, another seed or "
+        "guidance_scale, or another dtype"
+    )
 
 
 def _listed(frames: list[int]) -> str:

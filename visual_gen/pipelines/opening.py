@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from visual_gen.checkpoint import CONFIG_FILES, resolve_folder
+from visual_gen.checkpoint import CONFIG_FILES, part_path, resolve_folder
 from visual_gen.config import OFFLOAD_MODES, AttentionConfig, attention_config
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanTransformer
@@ -71,7 +71,7 @@ def open_pipeline(
     folder = resolve_folder(folder_or_id, files=CONFIG_FILES)
     facts = read_folder(folder, boundary_ratio)
     _check_offload(offload, facts, device)
-    made_scheduler = make_scheduler(folder / "scheduler", scheduler, flow_shift)
+    made_scheduler = make_scheduler(part_path(folder, "scheduler"), scheduler, flow_shift)
     # Without memory for weights: it selects the backends, or says why one cannot serve this model here.
     model = WanTransformer(
         facts.wan,
@@ -80,7 +80,7 @@ def open_pipeline(
         device=device,
         init_weights=False,
     )
-    vocab_size = empty_text_encoder(folder / "text_encoder").config.vocab_size
+    vocab_size = empty_text_encoder(part_path(folder, "text_encoder")).config.vocab_size
     image_processor = None
     if facts.image_encoder:
         empty_image_encoder(folder / "image_encoder")

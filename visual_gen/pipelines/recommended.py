@@ -47,15 +47,15 @@ def read_recommended(folder: Path) -> dict[str, Any]:
 
 
 def recommended_warnings(
-    recommended: dict[str, Any], *, height: int, width: int, num_frames: int, max_sequence_length: int
+    recommended: dict[str, Any], *, height: int, width: int, num_frames: int | None, max_sequence_length: int
 ) -> list[str]:
-    """One sentence for each setting outside what the checkpoint is known to do well."""
+    """One sentence for each setting outside what the checkpoint is known to do well. num_frames: None for a stream."""
     found = []
     sizes, counts, lengths = (recommended.get(key) for key in ("sizes", "num_frames", "max_sequence_length"))
     if sizes and [height, width] not in sizes:
         known = ", ".join(f"{h}x{w}" for h, w in sizes)
         found.append(f"height x width {height}x{width} is none of this checkpoint's sizes ({known}): it may fail there")
-    if counts and num_frames not in counts:
+    if counts and num_frames is not None and num_frames not in counts:
         known = ", ".join(map(str, counts))
         found.append(f"num_frames {num_frames} is none of this checkpoint's frame counts ({known}): it may fail there")
     if lengths and not lengths[0] <= max_sequence_length <= lengths[1]:

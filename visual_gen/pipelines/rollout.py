@@ -18,6 +18,7 @@ from visual_gen.models.wan import CausalWanTransformer, PooledText
 from visual_gen.models.wan.text_pool import pooled
 from visual_gen.pipelines.denoise import guided
 from visual_gen.pipelines.errors import GenerationError
+from visual_gen.pipelines.given_frames import check_given, given_chunks
 from visual_gen.pipelines.text import TextRows
 from visual_gen.runtime.streams import stream_size
 
@@ -81,7 +82,7 @@ def rollout(
     if len(latent_size) != 2 or not all(isinstance(size, int) for size in latent_size):
         raise ValueError(f"latent_size is {latent_size}; it must be (H, W), two integers")
     shape = (config.out_channels, *latent_size)
-    first = _check_first(first_latents, shape)
+    first = check_given("first_latents", first_latents, shape)
     if any(size % patch or size < patch for size, patch in zip(latent_size, config.patch_size[1:], strict=True)):
         raise ValueError(f"latent_size is {latent_size}; both must be multiples of the patch {config.patch_size[1:]}")
     frame_tokens = latent_size[0] * latent_size[1] // (config.patch_size[1] * config.patch_size[2])
@@ -184,16 +185,11 @@ class _Stream:
 
     def _recache(self, session: Session, text_kv: PooledText, latents: torch.Tensor) -> None:
         """Commits given frames, each of which sees those up to itself."""
-        room = self.settings.sink_frames + self.settings.recent_frames
-        start, total = 0, latents.shape[1]
-        while start < total:
-            # Where a frame overwrites the oldest one, a frame before it in the same chunk would miss that one.
-            frames = min(total - start, self.settings.max_chunk_frames, max(room - start, 1))
+        for start, frames in given_chunks(self.settings, latents.shape[1]):
             with session.begin(frames) as chunk:
                 given = latents[:, start : start + frames]
                 self._write(chunk, text_kv, given, f"given frames from {start} on", frame_causal=True)
                 chunk.commit()
-            start += frames
 
     def _make(self, chunk: Chunk, text_kv: PooledText, what: str) -> torch.Tensor:
         """Denoises a chunk from noise and writes the K/V of the result."""
@@ -237,17 +233,3 @@ def _chunk_frames(settings: CausalConfig, *, continued: bool) -> Iterator[int]:
         yield settings.first_chunk_frames
     while True:
         yield settings.frames_per_chunk
-
-
-def _check_first(latents: torch.Tensor | None, shape: tuple[int, int, int]) -> torch.Tensor | None:
-    if latents is None:
-        return None
-    channels, height, width = shape
-    if latents.ndim != 4 or (latents.shape[0], *latents.shape[2:]) != shape or latents.shape[1] < 1:
-        raise ValueError(
-            f"first_latents has shape {tuple(latents.shape)}; expected [{channels}, F, {height}, {width}] with F of at "
-            "least 1"
-        )
-    if not torch.isfinite(latents).all():
-        raise ValueError("first_latents hold NaN or infinity; give finite ones")
-    return latents

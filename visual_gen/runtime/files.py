@@ -14,16 +14,21 @@ from pathlib import Path
 def written_whole(path: str | Path) -> Iterator[Path]:
     """Gives a temporary path beside `path`, which takes its place at the end, or is removed after any exception. The
     folder is made if there is none."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Short, and not made from the name, which may be as long as the system lets it.
-    part = path.with_name(f".{secrets.token_hex(6)}.part")
+    part = part_beside(path)
     try:
         yield part
         os.replace(part, path)
     except BaseException:  # Ctrl-C included
         part.unlink(missing_ok=True)
         raise
+
+
+def part_beside(path: str | Path) -> Path:
+    """A temporary name beside `path`, in a folder that is made if there is none."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Short, and not made from the name, which may be as long as the system lets it.
+    return path.with_name(f".{secrets.token_hex(6)}.part")
 
 
 def check_writable(path: str | Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, CheckpointError, resolve_folder
+from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, CheckpointError, part_path, resolve_folder
 from visual_gen.config import ConfigError, RunConfig
 from visual_gen.models.wan import WAN_PRESETS, WanConfig
 from visual_gen.models.wan.geometry import Geometry
@@ -133,8 +133,8 @@ def _from_folder(folder: Path) -> Model:
         geometry=Geometry.from_folder(folder),
         num_experts=2 if any(index.get("transformer_2") or ()) or (folder / "transformer_2").is_dir() else 1,
         timestep_per_token=bool(index.get("expand_timesteps")),
-        text_encoder=_text_encoder_size(folder / "text_encoder"),
-        vae=_size(folder / "vae"),
+        text_encoder=_text_encoder_size(part_path(folder, "text_encoder")),
+        vae=_size(part_path(folder, "vae")),
         image_encoder=_size(folder / "image_encoder"),
         tokenizer_file=tokenizer if tokenizer.is_file() else None,
     )

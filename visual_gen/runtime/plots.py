@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib
 import numpy as np
 from markupsafe import Markup
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -81,6 +82,53 @@ def step_times(steps: Sequence[float]) -> Markup:
         axes.tick_params(length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
         return _svg(figure, "Seconds of each denoising step")
+
+
+def stream_timeline(
+    videos: Sequence[tuple[str, Sequence[float], Sequence[int]]],
+    forwards: Mapping[str, Sequence[float]],
+    num_blocks: int,
+) -> Markup:
+    """Three plots over the seconds of a run: the chunks of each video, the rows of each forward, the cache's blocks.
+
+    videos: (name, seconds at which each chunk was there, chunks that a prompt switch began). forwards: "at_s",
+    "seconds", "rows", "pad_rows" and "used_blocks" of each, of one at least.
+    """
+    lanes = len(videos)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 3.6 + 0.28 * lanes), layout="constrained")
+        chunks, rows, blocks = figure.subplots(3, 1, sharex=True, height_ratios=(0.6 + 0.28 * lanes, 1.3, 1.3))
+        for lane, (_, ends, switched) in enumerate(videos):
+            bars = [(start, end - start) for start, end in zip((0.0, *ends), ends, strict=False)]
+            shades = [STAGE_COLORS["denoise" if i % 2 else "load"] for i in range(len(bars))]
+            chunks.broken_barh(bars, (lane - 0.35, 0.7), facecolors=shades)
+            begun = [bars[chunk][0] for chunk in switched if chunk < len(bars)]
+            chunks.vlines(begun, lane - 0.48, lane + 0.48, color=STAGE_COLORS["write"], linewidth=2.5)
+        chunks.set(yticks=range(lanes), yticklabels=[name for name, *_ in videos], ylim=(lanes - 0.4, -0.6))
+        _name(chunks, "chunks; a red line is a prompt switch")
+        # Each forward's values hold until the next one; the last one's for as long as it took.
+        at = np.append(forwards["at_s"], forwards["at_s"][-1] + forwards["seconds"][-1])
+        real, pads, used = (np.append(forwards[key], forwards[key][-1]) for key in ("rows", "pad_rows", "used_blocks"))
+        rows.fill_between(at, real, step="post", color=STAGE_COLORS["denoise"], linewidth=0)
+        rows.fill_between(at, real, real + pads, step="post", color=GRID, linewidth=0)
+        _name(rows, "rows of each forward" + (", grey: pads" if pads.any() else ""))
+        blocks.fill_between(at, used, step="post", color=STAGE_COLORS["decode"], linewidth=0)
+        blocks.axhline(num_blocks, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        _name(blocks, f"blocks in use, of {num_blocks}")
+        blocks.set(xlabel="seconds since the first forward", xlim=(0, None))
+        for axes, top in ((rows, max(real + pads)), (blocks, num_blocks)):
+            axes.set_ylim(0, 1.08 * top)
+            axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+        for axes in (chunks, rows, blocks):
+            axes.grid(axis="x", color=GRID)
+            axes.set_axisbelow(True)
+            axes.tick_params(length=0)
+            axes.spines[:].set_visible(False)
+        return _svg(figure, "Chunks, batch sizes and blocks over the run")
+
+
+def _name(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, color=MUTED)
 
 
 def _svg(figure: Figure, title: str) -> Markup:

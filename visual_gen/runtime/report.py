@@ -61,11 +61,18 @@ def write_report(
     """
     json_path, html_path = report_paths(video)
     report = build_report(config, record, files)
-    with written_whole(json_path) as part:
-        part.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    strips = [_strip(clip, config.output.report_frames) for clip in frames]
+    write_json(json_path, report)
+    strips = [picture_strip(_spread(clip, config.output.report_frames)) for clip in frames]
+    steps = report["seconds"]["steps"]
+    page = render_page(
+        "report.html",
+        report,
+        strips=[as_data_uri(strip) for strip in strips],
+        step_plot=plots.step_times(steps) if steps else None,
+        median_step=float(np.median(steps)) if steps else None,
+    )
     with written_whole(html_path) as part:
-        part.write_text(render_html(report, strips), encoding="utf-8")
+        part.write_text(page, encoding="utf-8")
     return json_path, html_path
 
 
@@ -81,10 +88,9 @@ def build_report(config: RunConfig, record: RunRecord, files: Sequence[Path | No
     for row, fault in record.bad_clips.items():
         clips[row]["fault"] = fault
     return {
-        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        **facts_of_run(config, record.device),
         "checkpoint_label": record.checkpoint_label,
         "clips": clips,
-        "settings": config.model_dump(mode="json"),
         "run": {
             field.name: getattr(record, field.name)
             for field in dataclasses.fields(record)
@@ -105,9 +111,22 @@ def build_report(config: RunConfig, record: RunRecord, files: Sequence[Path | No
         "peak_memory": {"bytes": record.peak_memory_bytes, "kind": record.peak_memory_kind},
         "metadata": record.metadata,
         "warnings": record.warnings,
-        "machine": machine(torch.device(record.device or "cpu")),
+    }
+
+
+def facts_of_run(config: RunConfig, device: str) -> dict[str, Any]:
+    """What every report has: when and where the run was, with what settings and packages."""
+    return {
+        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "settings": config.model_dump(mode="json"),
+        "machine": machine(torch.device(device or "cpu")),
         "versions": {"visual-gen": __version__, "python": platform.python_version()} | installed_versions(PACKAGES),
     }
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    with written_whole(path) as part:
+        part.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 _ELSEWHERE = {
@@ -127,21 +146,17 @@ _ELSEWHERE = {
 }
 
 
-def render_html(report: dict[str, Any], strips: Sequence[bytes]) -> str:
-    """The page, with plots and pictures inside it. strips: one PNG for each clip."""
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+def render_page(template: str, report: dict[str, Any], **parts: Any) -> str:
+    """The page of a template that extends base.html, with plots and pictures inside it."""
+    folder = resources.files("visual_gen.runtime").joinpath("templates")
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
+        autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     environment.filters |= {"seconds": format_seconds, "bytes": format_bytes, "flat": _flat}
-    template = environment.from_string(
-        resources.files("visual_gen.runtime").joinpath("templates/report.html").read_text(encoding="utf-8")
-    )
-    seconds = report["seconds"]
-    return template.render(
-        report=report,
-        strips=[f"data:image/png;base64,{base64.b64encode(strip).decode()}" for strip in strips],
-        stage_plot=plots.stage_shares(seconds["stages"]),
-        stage_legend=plots.stage_legend(seconds["stages"]),
-        step_plot=plots.step_times(seconds["steps"]) if seconds["steps"] else None,
-        median_step=float(np.median(seconds["steps"])) if seconds["steps"] else None,
+    stages = report["seconds"]["stages"]
+    return environment.get_template(template).render(
+        report=report, stage_plot=plots.stage_shares(stages), stage_legend=plots.stage_legend(stages), **parts
     )
 
 
@@ -152,16 +167,24 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _strip(clip: np.ndarray, count: int) -> bytes:
-    """Up to `count` frames, evenly spread from the first to the last, side by side as PNG."""
+def as_data_uri(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def _spread(clip: np.ndarray, count: int) -> list[np.ndarray]:
+    """Up to `count` frames of a clip in 0..1, evenly spread from the first to the last, as uint8."""
     indices = np.unique(np.linspace(0, len(clip) - 1, count).round().astype(int))
-    height, width = clip.shape[1:3]
+    return [(np.asarray(clip[index]).clip(0, 1) * 255).round().astype(np.uint8) for index in indices]
+
+
+def picture_strip(pictures: Sequence[np.ndarray]) -> bytes:
+    """uint8 pictures [H, W, 3], of one size, side by side as PNG."""
+    height, width = pictures[0].shape[:2]
     size = (max(1, round(width * THUMBNAIL_HEIGHT / height)), THUMBNAIL_HEIGHT)
     gap = 4
-    strip = Image.new("RGB", (len(indices) * (size[0] + gap) - gap, size[1]), "white")
-    for position, index in enumerate(indices):
-        pixels = (np.asarray(clip[index]).clip(0, 1) * 255).round().astype(np.uint8)
-        strip.paste(Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS), (position * (size[0] + gap), 0))
+    strip = Image.new("RGB", (len(pictures) * (size[0] + gap) - gap, size[1]), "white")
+    for position, picture in enumerate(pictures):
+        strip.paste(Image.fromarray(picture).resize(size, Image.Resampling.LANCZOS), (position * (size[0] + gap), 0))
     data = io.BytesIO()
     strip.save(data, "PNG", optimize=True)
     return data.getvalue()

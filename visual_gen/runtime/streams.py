@@ -29,15 +29,24 @@ class StreamSize:
 
 
 def stream_size(
-    settings: CausalConfig, frame_tokens: int, backend: AttentionBackend | type[AttentionBackend], *, branches: int = 1
+    settings: CausalConfig,
+    frame_tokens: int,
+    backend: AttentionBackend | type[AttentionBackend],
+    *,
+    branches: int = 1,
+    rollback_chunks: int = 0,
+    action_capacity: int = 0,
 ) -> StreamSize:
-    """Of a stream read through `backend`. frame_tokens: tokens of a latent frame; branches: of guidance."""
+    """Of a stream read through `backend`. frame_tokens: tokens of a latent frame; branches: of guidance;
+    rollback_chunks: how many committed chunks it can take back; action_capacity: its most forward-only tokens."""
     geometry = SessionGeometry(
         frame_tokens=frame_tokens,
         sink_frames=settings.sink_frames,
         recent_frames=settings.recent_frames,
         branches=branches,
         max_chunk_frames=settings.max_chunk_frames,
+        rollback_chunks=rollback_chunks,
+        action_capacity=action_capacity,
     )
     size = settings.block_size
     size = choose_block_size(backend, frame_tokens) if size == "auto" else size

@@ -114,7 +114,7 @@ def test_memory_that_is_none_is_refused(file, capsys, value):
 
 def test_generate_refuses_causal_settings_and_names_the_way(file, capsys):
     assert main(["generate", "--config", file, "--prompt", "a circle"]) == 2
-    assert "visual_gen.pipelines.rollout" in capsys.readouterr().err
+    assert "visual-gen stream" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from attention_backend.kv_cache import CachedAttention, KVBatch, KVCacheError
 from visual_gen.config import AttentionConfig
 from visual_gen.models.wan.causal_inputs import CausalInputs
 from visual_gen.models.wan.config import WanConfig
+from visual_gen.models.wan.extra_tokens import ExtraTokens
 from visual_gen.models.wan.text_kv import TextKV
 from visual_gen.models.wan.text_pool import PooledText, TextPool, check_served, pooled
 from visual_gen.models.wan.transformer import WanTransformer
@@ -71,13 +72,18 @@ class CausalWanTransformer(WanTransformer):
         *,
         kv: KVBatch,
         text_kv: PooledText | TextKV,
-    ) -> torch.Tensor | list[torch.Tensor]:
+        extra: Sequence[torch.Tensor | None] | None = None,
+    ) -> torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor | list[torch.Tensor], list[torch.Tensor]]:
         """Predicted flow, shaped like hidden_states, of each row's chunk; the chunks' K/V are written into the cache.
 
         hidden_states [R, C, F, H, W], or a list of [C, F, H, W] where chunks differ in length. timestep in 0..1000:
         [R], or [R, F] with one for each frame, or a list of [F]. kv: the cache's batch of the rows' chunks. text_kv:
         rows of a TextPool, or project_text's of the R rows. Denoising and committing are the same call: afterwards
         chunk.commit() keeps what this forward wrote.
+
+        extra: embedded tokens [a, D] of each row, or None, as many as kv has extra_tokens: frames see them and they see
+        what frames see, in this forward alone. With them the result is (flow, what came out for them, [a, D] of each
+        row, in front of an output projection of their own).
 
         A row gives the same bits whoever shares the batch, in a batch of the same total length and through one read
         path. In a batch of another length, or alone, the numbers agree within rounding: the bits of a matrix product
@@ -86,10 +92,17 @@ class CausalWanTransformer(WanTransformer):
         past the end of the rotary table.
         """
         grids = self._check_rows(hidden_states)
-        inputs = self.prepare(kv, text_kv, grids[0][1:])
-        return self.run(hidden_states, timestep, inputs)
+        inputs = self.prepare(kv, text_kv, grids[0][1:], extra)
+        flow = self.run(hidden_states, timestep, inputs)
+        return flow if extra is None else (flow, inputs.extra.outputs)
 
-    def prepare(self, kv: KVBatch, text_kv: PooledText | TextKV, grid: tuple[int, int]) -> CausalInputs:
+    def prepare(
+        self,
+        kv: KVBatch,
+        text_kv: PooledText | TextKV,
+        grid: tuple[int, int],
+        extra: Sequence[torch.Tensor | None] | None = None,
+    ) -> CausalInputs:
         """What `run` needs beside latents and timesteps, the same for all forwards of a batch's chunks; nothing is
         written. grid: tokens of a frame, vertically and horizontally. Raises ValueError as forward does."""
         height, width = grid
@@ -97,14 +110,18 @@ class CausalWanTransformer(WanTransformer):
             raise ValueError(
                 f"a frame of hidden_states has {height * width} tokens; the cache was made for {kv.frame_tokens}"
             )
-        if any(kv.extra_tokens):
-            raise ValueError(f"the batch has {list(kv.extra_tokens)} extra tokens; Wan has none: leave them out")
+        if any(kv.extra_tokens) and extra is None:
+            raise ValueError(f"the batch has {list(kv.extra_tokens)} extra tokens: give their embeddings as extra")
         self._check_layers(kv)
         self._bind_caches()
         text = pooled(text_kv)
         self._check_text(text, kv.num_rows)
-        rotary = self._rotary.frames(list(zip(kv.frame_starts, kv.frames, strict=True)), height, width, self.device)
-        return CausalInputs(kv, rotary, tuple(text.layers(self.attention_metadata_state, kv.q_lens)))
+        rotary = self._rotary.frames(kv.frame_runs, height, width, self.device)
+        tokens = None
+        if extra is not None:
+            tokens = ExtraTokens(kv, extra, self.config.hidden_size)
+            rotary = tokens.rotary(rotary)
+        return CausalInputs(kv, rotary, tuple(text.layers(self.attention_metadata_state, kv.q_lens)), tokens)
 
     def run(
         self,
@@ -125,7 +142,9 @@ class CausalWanTransformer(WanTransformer):
         rows = [x.unsqueeze(0) for x in hidden_states] if ragged else [hidden_states]
         tokens = torch.cat([self._frame_tokens(x) for x in rows])
         caches = [inputs.kv.layer(i) for i in range(self.config.num_layers)]
-        flow = self._run_blocks(tokens, timesteps.unsqueeze(1), inputs.rotary, inputs.text, caches=caches)
+        flow = self._run_blocks(
+            tokens, timesteps.unsqueeze(1), inputs.rotary, inputs.text, caches=caches, extra=inputs.extra
+        )
         if ragged:
             parts = flow.split(frames)
             return [self._unpatchify(x.flatten(0, 1)[None], len(x), height, width)[0] for x in parts]

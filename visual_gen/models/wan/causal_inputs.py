@@ -14,6 +14,7 @@ import torch
 
 from attention_backend.graph_buffers import GraphBuffers
 from attention_backend.kv_cache import KVBatch, PagedBatch
+from visual_gen.models.wan.extra_tokens import ExtraTokens
 from visual_gen.modules.attention import CrossKV
 
 
@@ -23,8 +24,9 @@ class CausalInputs:
     CausalWanTransformer.prepare."""
 
     kv: KVBatch
-    rotary: torch.Tensor  # complex64 [N, S, 1, D / 2], of absolute frames
+    rotary: torch.Tensor  # complex64 [N, S, 1, D / 2], of absolute frames; with extra, of all tokens [1, T, 1, D / 2]
     text: tuple[CrossKV, ...]  # one for each layer, over the same pool rows; their metadata is one object
+    extra: ExtraTokens | None = None
     text_buffers: GraphBuffers | None = None  # that these metadata lie in, where they are a graph's
 
     def signature(self) -> tuple:
@@ -35,9 +37,11 @@ class CausalInputs:
         """A copy with tensors of its own at fixed addresses, for a graph; copy_into refreshes them."""
         if not isinstance(self.kv, PagedBatch):
             raise ValueError("the batch is not a paged cache's, which alone gives a graph tensors of its own")
+        if self.extra is not None:
+            raise ValueError("a graph has no places for extra tokens: run these chunks without one")
         buffers = GraphBuffers(self.text[0].metadata)
         text = tuple(dataclasses.replace(layer, metadata=buffers.entry) for layer in self.text)
-        return CausalInputs(self.kv.static(), self.rotary.clone(), text, buffers)
+        return CausalInputs(self.kv.static(), self.rotary.clone(), text, text_buffers=buffers)
 
     def copy_into(self, static: CausalInputs) -> None:
         """Puts these rows' places, positions and texts into a graph's inputs, before every replay.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from visual_gen.checkpoint import part_path
 from visual_gen.models.wan.config import WanConfig
 from visual_gen.models.wan.layouts import read_config
 
@@ -30,7 +31,7 @@ class Geometry:
     @classmethod
     def from_folder(cls, folder: str | Path) -> Geometry:
         """Of a pipeline folder of either layout, from its configuration files. Raises ValueError naming a bad one."""
-        vae = read_config(Path(folder) / "vae")
+        vae = read_config(part_path(folder, "vae"))
         return cls.of(
             WanConfig.from_folder(Path(folder) / "transformer"),
             spatial_scale=vae.get("scale_factor_spatial") or 8,

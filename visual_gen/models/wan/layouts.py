@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from visual_gen.checkpoint import CheckpointError, WeightFiles, read_json
+from visual_gen.checkpoint import CheckpointError, WeightFiles, part_path, read_json
 from visual_gen.models.wan import authors_parts
 from visual_gen.models.wan.authors_names import PickledWeights
 
@@ -127,7 +127,7 @@ def _open_file(path: Path) -> WeightFiles:
 
 def tokenizer_folder(folder: Path) -> Path:
     """Where the tokenizer of a pipeline's folder lies."""
-    return folder / (TOKENIZER if is_authors_folder(folder) else "tokenizer")
+    return folder / TOKENIZER if is_authors_folder(folder) else part_path(folder, "tokenizer")
 
 
 def read_index(folder: Path) -> dict[str, Any]:

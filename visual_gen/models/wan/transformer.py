@@ -21,6 +21,7 @@ from visual_gen.models.wan.authors_names import AUTHORS_NAMES, PickledWeights
 from visual_gen.models.wan.block import WanBlock
 from visual_gen.models.wan.config import WanConfig
 from visual_gen.models.wan.embeddings import ImageEmbedding, TextEmbedding, TimeEmbedding
+from visual_gen.models.wan.extra_tokens import ExtraTokens
 from visual_gen.models.wan.layouts import is_authors_folder, is_authors_transformer, open_weights, part_folder
 from visual_gen.models.wan.lora import TakesLoRA
 from visual_gen.models.wan.text_kv import TextKV, real_rows
@@ -323,18 +324,23 @@ class WanTransformer(TakesLoRA):
         image: Sequence[CrossKV] | None = None,
         caches: Sequence[LayerKV] | None = None,
         block_mask: BlockMask | None = None,
+        extra: ExtraTokens | None = None,
     ) -> torch.Tensor:
         """tokens [N, S, C · patch], timestep [N or 1, S or 1], rotary [S, 1, D / 2H] or [N, S, 1, D / 2H]; text, image
-        and caches have one entry for each layer → flow [N, S, patch · C]."""
+        and caches have one entry for each layer; extra: tokens beside those, rotary then being of all → flow
+        [N, S, patch · C]."""
         temb, modulation = self.time_embedding(timestep)
         x = self.patch_embedding(tokens)
+        if extra is not None:
+            x, temb, modulation = extra.join(x), extra.per_token(temb), extra.per_token(modulation)
         for layer, block in enumerate(self.blocks):
             x = block(
                 x, modulation, rotary, text[layer], None if image is None else image[layer],
                 cache=None if caches is None else caches[layer], block_mask=block_mask,
             )  # fmt: skip
         shift, scale = (self.scale_shift_table + temb.unsqueeze(2).float()).unbind(2)
-        return self.proj_out(modulated_layer_norm(x, scale, shift, self.config.eps))
+        x = modulated_layer_norm(x, scale, shift, self.config.eps)
+        return self.proj_out(x if extra is None else extra.part(x))
 
     def _check_latents(self, latents: torch.Tensor) -> tuple[int, int, int]:
         """The token grid of latents, or ValueError."""

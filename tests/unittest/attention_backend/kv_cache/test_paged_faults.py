@@ -89,3 +89,29 @@ def test_a_close_that_runs_out_of_memory_is_asked_for_again(harness, filled, mon
         assert cache.sessions == [] and cache.free_blocks == 127 and stream.session.closed
         assert not any(x.any() for x in harness.contents(cache))
     assert writes == 2 * 2
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("what", ["commit", "abort", "close"])
+def test_a_recomputed_window_that_runs_out_of_memory_at_its_end_loses_no_blocks(
+    harness, filled, monkeypatch, read, what
+):
+    memory = Memory(monkeypatch)
+    inputs = harness.inputs(3 * 5, seed=1)
+    for writes in range(100):
+        cache, stream = filled(read)
+        before, free = harness.window(stream), cache.free_blocks
+        chunk = stream.session.recompute()
+        harness.forward(cache, [chunk], inputs=inputs, frame_causal=True)
+        if not fails_after(memory, writes, stream.session.close if what == "close" else getattr(chunk, what)):
+            break
+        assert stream.session.chunk is chunk and cache.sessions == [stream.session]
+        if what != "close":  # the window is the old one or the new one, whole
+            new = [x for k_and_v in inputs for x in k_and_v[1:]]
+            assert harness.same(harness.window(stream), before) or harness.same(harness.window(stream), new)
+            chunk.abort()
+            assert cache.free_blocks == free
+            assert harness.same(harness.window(stream), before) or harness.same(harness.window(stream), new)
+        stream.session.close()
+        assert cache.free_blocks == 127 and not any(x.any() for x in harness.contents(cache))
+    assert 2 * 2 <= writes < 100

@@ -43,6 +43,9 @@ OPERATIONS = [
     "commit",
     "abort",
     "rollback",
+    "fork",
+    "snapshot",
+    "recompute",
     "close",
 ]
 
@@ -60,8 +63,16 @@ class World:
 
     def run(self, draw, name):
         getattr(self, name)(draw)
-        owned = [b for s in self.streams for br in s.session.branches for b in (*br.blocks, *br.journal)]
-        assert len(set(owned)) == len(owned) and self.cache.free_blocks == self.free - len(owned)
+        pool = self.cache.pool
+        branches = [branch for stream in self.streams for branch in stream.session.branches]
+        owned = [block for branch in branches for block in (*branch.blocks, *branch.journal)]
+        spares = [block for some in pool.spares.values() for block in some]
+        assert len(set(spares)) == len(spares) and not set(spares) & set(owned)
+        assert self.cache.free_blocks == self.free - len(set(owned)) - len(spares)
+        for block in set(owned):
+            assert sorted(map(id, pool.holders[block])) == sorted(
+                id(branch) for branch in branches if block in branch.blocks or block in branch.journal
+            )
         for stream in self.streams:
             assert stream.session.frames == len(stream.frames)
 
@@ -144,6 +155,66 @@ class World:
             count = draw(st.integers(1, len(stream.session._records)))
             stream.session.rollback(count)
             del stream.frames[self.kept[stream][-count] :], self.kept[stream][-count:]
+
+    def join(self, session, stream):
+        """A session that is where a stream is."""
+        other = type(stream)(session, list(stream.frames))
+        self.streams.append(other)
+        self.kept[other] = list(self.kept[stream])
+
+    def fork(self, draw):
+        stream = self.pick(draw, False)
+        if stream is not None and len(self.streams) < 6:
+            try:
+                self.join(stream.session.fork(), stream)
+            except OutOfBlocks:
+                return
+
+    def snapshot(self, draw):
+        stream = self.pick(draw, False)
+        if stream is None:
+            return
+        snapshot = stream.session.snapshot()
+        if draw(st.booleans()):
+            stream.session.close()
+            self.streams.remove(stream)
+        try:
+            self.join(self.cache.restore_session(snapshot), stream)
+        except OutOfBlocks:
+            return
+
+    def recompute(self, draw):
+        stream = self.pick(draw, False)
+        if stream is None or not stream.frames:
+            return
+        before = self.harness.contents(self.cache)
+        try:
+            chunk = stream.session.recompute()
+            forward = self.harness.forward(self.cache, [chunk], frame_causal=True)
+        except OutOfBlocks:
+            return
+        except KVCacheError as error:
+            assert "raise staging_tokens" in str(error)
+            assert self.harness.same(before, self.harness.contents(self.cache))
+            return chunk.abort()
+        c, commits = self.cache.frame_tokens, draw(st.integers(0, 3)) > 0
+        held = [f for first, count in chunk.frame_runs for f in range(first, first + count)]
+        for branch in range(forward.batch.num_rows):
+            for layer, (qkv, out) in enumerate(zip(forward.inputs, forward.outs, strict=True)):
+                q, k, v, got = (forward.rows(x)[branch] for x in (*qkv, out))
+                for i, f in enumerate(held):
+                    part = slice(i * c, (i + 1) * c)
+                    self.harness.compare(q[part], k[: part.stop], v[: part.stop], got[part])
+                    if commits:
+                        # Forks have the same lists for the same frames: a frame is put in place, not changed.
+                        layers = [list(kv) for kv in stream.frames[f]]
+                        layers[branch][layer] = (k[part].clone(), v[part].clone())
+                        stream.frames[f] = layers
+        if commits:
+            chunk.commit()
+            self.kept[stream] = []
+        else:
+            chunk.abort()
 
     def close(self, draw):
         if self.streams:

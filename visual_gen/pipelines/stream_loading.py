@@ -1,0 +1,83 @@
+"""What a stream engine is made of: a cache of the right size, and a folder's transformer, text encoder and VAE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from attention_backend.kv_cache import PagedKVCache
+from visual_gen.checkpoint import part_path, resolve_folder
+from visual_gen.config import AttentionConfig, CausalConfig, attention_config
+from visual_gen.device import find_device
+from visual_gen.models.wan import CausalWanTransformer
+from visual_gen.models.wan.geometry import Geometry
+from visual_gen.models.wan.layouts import tokenizer_folder
+from visual_gen.pipelines.components import empty_text_encoder, load_text_encoder, load_tokenizer, load_vae
+from visual_gen.pipelines.folder import read_stream_folder
+from visual_gen.pipelines.stream_options import EngineOptions
+from visual_gen.pipelines.text import TextRows, encode, tokenize
+from visual_gen.runtime.streams import stream_size
+
+
+def engine_cache(
+    transformer: CausalWanTransformer, settings: CausalConfig, frame_tokens: int, options: EngineOptions, *, pads: int
+) -> PagedKVCache:
+    """A cache for the options' streams of these settings, or of their memory_bytes, and for `pads` rows that fill a
+    batch. Deterministic, it has settings' read, or the best that the backend has, and no other."""
+    backend, config, branches = transformer.self_attention, transformer.config, options.branches
+    if options.deterministic and settings.read == "auto":
+        reads = {"extent": backend.supports_extent_kv(), "block_table": backend.supports_paged_kv(), "staged": True}
+        settings = settings.model_copy(update={"read": next(read for read, able in reads.items() if able)})
+    size = stream_size(
+        settings, frame_tokens, backend, branches=branches, rollback_chunks=options.kept_chunks,
+        action_capacity=options.action_capacity,
+    )  # fmt: skip
+    pad_settings = settings.model_copy(update={"sink_frames": 0, "recent_frames": settings.max_chunk_frames})
+    pad = stream_size(pad_settings, frame_tokens, backend)
+    sizes = {"num_blocks": 1 + options.max_streams * size.num_blocks + pads * pad.num_blocks}
+    if options.memory_bytes is not None:
+        sizes = {"memory_bytes": options.memory_bytes}
+    return PagedKVCache(
+        config.num_layers, config.num_attention_heads, config.attention_head_dim, frame_tokens, **sizes,
+        block_size=size.block_size, read=settings.read, backend=backend, dtype=transformer.dtype,
+        device=transformer.device, action_capacity=options.action_capacity,
+        staging_tokens=(options.max_streams * branches + pads) * size.staging_tokens // branches,
+        attention_metadata_state=transformer.attention_metadata_state, max_frames=size.geometry.window_frames,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StreamParts:
+    transformer: CausalWanTransformer
+    encode: Callable[[str], TextRows]
+    vae: torch.nn.Module
+    geometry: Geometry
+
+
+def load_stream_parts(
+    folder_or_id: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    attention: AttentionConfig | dict | None,
+    max_sequence_length: int,
+) -> StreamParts:
+    """Of a folder in diffusers' format. ValueError, before weights are read, on what does not fit together."""
+    device, attention = find_device(device), attention_config(attention)
+    folder = resolve_folder(folder_or_id)
+    read_stream_folder(folder)
+    vocab_size = empty_text_encoder(part_path(folder, "text_encoder")).config.vocab_size
+    tokenizer = load_tokenizer(tokenizer_folder(folder), vocab_size)
+    transformer = CausalWanTransformer.from_pretrained(
+        part_path(folder, "transformer"), dtype=dtype, device=device, attention=attention
+    )
+    encoder = load_text_encoder(part_path(folder, "text_encoder"), dtype=dtype, device=device)
+    vae = load_vae(part_path(folder, "vae"), dtype=dtype, device=device)
+
+    def encode_prompt(prompt: str) -> TextRows:
+        return encode(encoder, [tokenize(tokenizer, prompt, max_sequence_length)], max_sequence_length, dtype)
+
+    return StreamParts(transformer, encode_prompt, vae, Geometry.from_folder(folder))
