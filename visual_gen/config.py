@@ -195,14 +195,6 @@ class CausalConfig(_Section):
         return self
 
 
-class StreamConfig(_Section):
-    """What `visual-gen stream` makes: so many chunks of each prompt. `recache` is what a prompt switch does to what the
-    model still sees of the chunks before: "none" leaves it, "window" computes it again under the new prompt."""
-
-    chunks: PositiveInt = 20
-    recache: Recache = "none"
-
-
 class LoRAConfig(_Section):
     """A LoRA file to load, and how strongly it counts. `transformer` is where it goes: "transformer_2" is Wan 2.2's
     expert for low noise."""
@@ -215,6 +207,14 @@ class LoRAConfig(_Section):
     def file(self) -> Path:
         """The path, with ~ resolved."""
         return Path(os.path.expanduser(self.path))
+
+
+class StreamConfig(_Section):
+    """What `visual-gen stream` makes: so many chunks of each prompt. `recache` is what a prompt switch does to what the
+    model still sees of the chunks before: "none" leaves it, "window" computes it again under the new prompt."""
+
+    chunks: PositiveInt = 20
+    recache: Recache = "none"
 
 
 class OutputConfig(_Section):
@@ -234,8 +234,8 @@ class RunConfig(_Section):
 
     `offload` "experts" keeps of two transformers only the one in use on the device, the other in host memory.
     With `causal`, the model's weights are those of a causal one, for streams; without it, the model makes whole videos.
-    `stream` is for the command of that name.
     `lora`: files to load into it, added up.
+    `stream` is for the command of that name.
     """
 
     model: ModelConfig
@@ -246,8 +246,8 @@ class RunConfig(_Section):
     generation: GenerationConfig = GenerationConfig()
     output: OutputConfig = OutputConfig()
     causal: CausalConfig | None = None
-    stream: StreamConfig | None = None
     lora: Annotated[tuple[LoRAConfig, ...], BeforeValidator(_list)] = ()
+    stream: StreamConfig | None = None
 
     def torch_dtype(self) -> torch.dtype:
         import torch

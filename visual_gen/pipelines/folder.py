@@ -135,11 +135,10 @@ def _check_class(folder: Path, index: dict, name: str, classes: tuple[str, ...])
 
 def _checked_config(folder: Path, name: str) -> dict[str, Any]:
     """The settings of a Wan transformer or VAE, if it is of the class that it has to be."""
-    part, wanted = part_path(folder, name), _COMPONENT_CLASSES[name.removesuffix("_2")][0]
-    config = read_config(part)
+    config, wanted = read_config(part_path(folder, name)), _COMPONENT_CLASSES[name.removesuffix("_2")][0]
     stored = config.get("_class_name")
     if stored != wanted:
-        path = part / "config.json"
+        path = part_path(folder, name) / "config.json"
         raise CheckpointError(f"{path} has _class_name {stored!r}; a Wan pipeline needs {wanted!r}")
     return config
 
