@@ -107,7 +107,9 @@ class Streams:
         geometries = [point.geometry(window, size) for window in point.windows]
         block_size = choose_block_size(backend, size.frame_tokens)
         blocks = sum(g.branch_blocks(block_size, run=True) + g.journal_blocks(block_size) for g in geometries)
-        staging = sum(g.branch_blocks(1, run=True) for g in geometries) if read == "staged" else 0
+        # With max_frames every copy has room for the largest window.
+        largest = max(g.branch_blocks(1, run=True) for g in geometries)
+        staging = len(geometries) * largest if read == "staged" else 0
         self.cache = PagedKVCache(
             layers, size.heads, size.head_dim, size.frame_tokens, num_blocks=blocks + 1, block_size=block_size,
             backend=backend, dtype=size.dtype, device=size.device, read=read, staging_tokens=staging,
