@@ -185,6 +185,11 @@ class CausalConfig(_Section):
         shift = self.flow_shift
         return tuple(1000 * shift * s / (1 + (shift - 1) * s) for s in (step / 1000 for step in self.steps))
 
+    @property
+    def sigmas(self) -> tuple[float, ...]:
+        """The timesteps as shares of noise in 0..1."""
+        return tuple(t / 1000 for t in self.timesteps)
+
     @model_validator(mode="after")
     def _fits(self) -> CausalConfig:
         if self.recent_frames < self.max_chunk_frames:

@@ -21,7 +21,7 @@ from transformers import (
 
 from visual_gen.checkpoint import CheckpointError, WeightFiles, part_path, read_json
 from visual_gen.models.wan import WanTransformer
-from visual_gen.models.wan.layouts import open_weights, part_folder, read_config
+from visual_gen.models.wan.layouts import open_weights, part_folder, read_config, tokenizer_folder
 from visual_gen.pipelines.cpu_conv import channels_innermost
 from visual_gen.pipelines.experts import Experts
 from visual_gen.pipelines.folder import FolderFacts
@@ -40,6 +40,12 @@ class Components:
     vae: torch.nn.Module
     image_processor: Any = None
     image_encoder: torch.nn.Module | None = None
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a pipeline's folder, checked against its text encoder, of which no weights are read."""
+    vocab_size = empty_text_encoder(part_path(folder, "text_encoder")).config.vocab_size
+    return load_tokenizer(tokenizer_folder(folder), vocab_size)
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Any:

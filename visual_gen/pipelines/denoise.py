@@ -123,6 +123,26 @@ def guided(cond: torch.Tensor, uncond: torch.Tensor, guidance_scale: float) -> t
     return torch.sub(cond.float(), uncond).mul_(guidance_scale).add_(uncond)
 
 
+def denoise_chunk(
+    latents: torch.Tensor,
+    flows: torch.Tensor,
+    guidance_scale: float | None,
+    sigmas: Sequence[float],
+    step: int,
+    noise: Callable[[int], torch.Tensor],
+) -> torch.Tensor:
+    """A chunk's latents [C, F, H, W] one step further: from noise level sigmas[step] to the clean ones that the flow
+    says, and with fresh noise to the next level, or clean after the last.
+
+    flows: [1 or 2, C, F, H, W], of one branch or guided by guidance_scale. noise(F) gives noise like latents.
+    """
+    flow = flows[0].float() if len(flows) == 1 else guided(*flows, guidance_scale)
+    latents = latents - sigmas[step] * flow
+    if step + 1 < len(sigmas):
+        latents = torch.lerp(latents, noise(latents.shape[1]), sigmas[step + 1])
+    return latents
+
+
 @torch.inference_mode()
 def denoise(
     model: ExpertModel,

@@ -13,13 +13,7 @@ from visual_gen.config import OFFLOAD_MODES, AttentionConfig, attention_config
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanTransformer
 from visual_gen.models.wan.geometry import Geometry
-from visual_gen.models.wan.layouts import tokenizer_folder
-from visual_gen.pipelines.components import (
-    empty_image_encoder,
-    empty_text_encoder,
-    load_image_processor,
-    load_tokenizer,
-)
+from visual_gen.pipelines.components import empty_image_encoder, load_image_processor, open_tokenizer
 from visual_gen.pipelines.folder import FolderFacts, read_folder
 from visual_gen.pipelines.schedulers import check_flow_shift, make_scheduler
 
@@ -80,7 +74,7 @@ def open_pipeline(
         device=device,
         init_weights=False,
     )
-    vocab_size = empty_text_encoder(part_path(folder, "text_encoder")).config.vocab_size
+    tokenizer = open_tokenizer(folder)
     image_processor = None
     if facts.image_encoder:
         empty_image_encoder(folder / "image_encoder")
@@ -95,7 +89,7 @@ def open_pipeline(
         one_expert_on_device=offload == "experts",
         geometry=Geometry.from_folder(folder),
         scheduler=made_scheduler,
-        tokenizer=load_tokenizer(tokenizer_folder(folder), vocab_size),
+        tokenizer=tokenizer,
         image_processor=image_processor,
     )
 

@@ -16,13 +16,11 @@ from attention_backend.kv_cache import Chunk, KVBatch, PagedKVCache, Session
 from visual_gen.config import CausalConfig
 from visual_gen.models.wan import CausalWanTransformer, PooledText
 from visual_gen.models.wan.text_pool import pooled
-from visual_gen.pipelines.denoise import guided
+from visual_gen.pipelines.denoise import denoise_chunk
 from visual_gen.pipelines.errors import GenerationError
 from visual_gen.pipelines.given_frames import check_given, given_chunks
 from visual_gen.pipelines.text import TextRows
 from visual_gen.runtime.streams import stream_size
-
-TRAIN_TIMESTEPS = 1000.0
 
 
 def rollout(
@@ -194,13 +192,10 @@ class _Stream:
     def _make(self, chunk: Chunk, text_kv: PooledText, what: str) -> torch.Tensor:
         """Denoises a chunk from noise and writes the K/V of the result."""
         x = self._noise(chunk.frames)
-        sigmas = [t / TRAIN_TIMESTEPS for t in self.settings.timesteps]
-        for step, sigma in enumerate(sigmas):
+        sigmas = self.settings.sigmas
+        for step in range(len(sigmas)):
             flows = self._forward(chunk.session.cache.batch([chunk]), text_kv, x, step)
-            flow = flows[0].float() if self.guidance_scale is None else guided(*flows, self.guidance_scale)
-            x = x - sigma * flow
-            if step + 1 < len(sigmas):
-                x = torch.lerp(x, self._noise(chunk.frames), sigmas[step + 1])
+            x = denoise_chunk(x, flows, self.guidance_scale, sigmas, step, self._noise)
         self._write(chunk, text_kv, x, what)
         return x
 

@@ -16,7 +16,7 @@ import torch
 from attention_backend.kv_cache import Session
 from attention_backend.kv_cache.interrupts import no_interrupt, uninterrupted
 from visual_gen.config import CausalConfig
-from visual_gen.pipelines.denoise import guided
+from visual_gen.pipelines.denoise import denoise_chunk
 from visual_gen.pipelines.errors import GenerationError
 from visual_gen.pipelines.given_frames import given_chunks
 from visual_gen.pipelines.stream_forward import Part
@@ -35,8 +35,6 @@ from visual_gen.pipelines.text import TextRows
 
 if TYPE_CHECKING:
     from visual_gen.pipelines.stream_engine import StreamEngine
-
-TRAIN_TIMESTEPS = 1000.0
 
 
 class Stream:
@@ -240,8 +238,7 @@ class Stream:
         chunk = self.session.begin(frames)
         self._generator.set_state(now.generator_state)
         timesteps = self._engine._timesteps(settings)
-        sigmas = tuple(t / TRAIN_TIMESTEPS for t in settings.timesteps)
-        self._making = Making(chunk, self._noise(frames), timesteps, sigmas, self.guidance_scale)
+        self._making = Making(chunk, self._noise(frames), timesteps, settings.sigmas, self.guidance_scale)
 
     def _apply_switch(self) -> None:
         switch = self._switch
@@ -304,10 +301,7 @@ class Stream:
     def _denoise(self, flows: torch.Tensor, extra: torch.Tensor | None) -> None:
         """flows [branches, C, F, H, W] of a denoising forward: the chunk is one step further."""
         making, self.extra_output = self._making, extra
-        flow = flows[0].float() if len(flows) == 1 else guided(*flows, making.guidance_scale)
-        x = making.latents - making.sigmas[making.step] * flow
-        if making.step + 1 < len(making.sigmas):
-            x = torch.lerp(x, self._noise(x.shape[1]), making.sigmas[making.step + 1])
+        x = denoise_chunk(making.latents, flows, making.guidance_scale, making.sigmas, making.step, self._noise)
         self._making = replace(making, latents=x, step=making.step + 1)
 
     @uninterrupted

@@ -14,8 +14,8 @@ from visual_gen.config import AttentionConfig, CausalConfig, attention_config
 from visual_gen.device import find_device
 from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.models.wan.geometry import Geometry
-from visual_gen.models.wan.layouts import part_folder, tokenizer_folder
-from visual_gen.pipelines.components import empty_text_encoder, load_text_encoder, load_tokenizer, load_vae
+from visual_gen.models.wan.layouts import part_folder
+from visual_gen.pipelines.components import load_text_encoder, load_vae, open_tokenizer
 from visual_gen.pipelines.folder import read_stream_folder
 from visual_gen.pipelines.stream_options import EngineOptions
 from visual_gen.pipelines.text import TextRows, encode, tokenize
@@ -69,8 +69,7 @@ def load_stream_parts(
     device, attention = find_device(device), attention_config(attention)
     folder = resolve_folder(folder_or_id)
     read_stream_folder(folder)
-    vocab_size = empty_text_encoder(part_path(folder, "text_encoder")).config.vocab_size
-    tokenizer = load_tokenizer(tokenizer_folder(folder), vocab_size)
+    tokenizer = open_tokenizer(folder)
     transformer = CausalWanTransformer.from_pretrained(
         part_folder(folder / "transformer"), dtype=dtype, device=device, attention=attention
     )

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from visual_gen.checkpoint import CONFIG_FILES, part_path, resolve_folder
+from visual_gen.checkpoint import CONFIG_FILES, resolve_folder
 from visual_gen.config import AttentionConfig
 from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.models.wan.geometry import Geometry
-from visual_gen.models.wan.layouts import tokenizer_folder
-from visual_gen.pipelines.components import empty_text_encoder, load_tokenizer
+from visual_gen.pipelines.components import open_tokenizer
 from visual_gen.pipelines.folder import read_stream_folder
 from visual_gen.pipelines.recommended import read_recommended, recommended_warnings
 from visual_gen.pipelines.text import text_warnings, tokenize_all
@@ -44,8 +43,7 @@ def check_streams(
         )
     # Without memory for weights: it selects the backends, or says why one cannot serve this model here.
     CausalWanTransformer(wan, attention=attention, dtype=dtype, device=device, init_weights=False)
-    vocab_size = empty_text_encoder(part_path(folder, "text_encoder")).config.vocab_size
-    tokenizer = load_tokenizer(tokenizer_folder(folder), vocab_size)
+    tokenizer = open_tokenizer(folder)
     recommended = read_recommended(folder)
     warnings = recommended_warnings(
         recommended, height=height, width=width, num_frames=None, max_sequence_length=max_sequence_length

@@ -244,11 +244,11 @@ def test_what_the_model_cannot_serve_is_bad_input_before_any_weights(tmp_path, m
 def test_a_text_length_below_the_special_tokens_is_bad_input_before_any_weights(tmp_path, monkeypatch, capsys):
     from visual_gen.pipelines import opening
 
-    def two_end_tokens(*_, load=opening.load_tokenizer):
+    def two_end_tokens(*_, load=opening.open_tokenizer):
         tokenizer = load(*_)
         return lambda text, **settings: {key: value + value[-1:] for key, value in tokenizer(text, **settings).items()}
 
-    monkeypatch.setattr(opening, "load_tokenizer", two_end_tokens)
+    monkeypatch.setattr(opening, "open_tokenizer", two_end_tokens)
     monkeypatch.setattr("visual_gen.checkpoint.WeightFiles.open", lambda *_, **__: pytest.fail("weights were opened"))
     short = ["--set", "generation.max_sequence_length=1", "--output", str(tmp_path / "a.mp4")]
     assert main(["generate", "--config", SHAPES, "--prompt", "a", *short]) == 2
