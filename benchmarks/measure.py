@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 
 Call = Callable[[], torch.Tensor]
+
+
+def save(result: dict, path: Path | None) -> None:
+    """Writes what was measured so far, if a file is wanted: after every part, so that a later one costs none before."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def milliseconds(

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from measure import save
 
 from visual_gen.config import CausalConfig
 from visual_gen.models.wan import WAN_PRESETS, CausalWanTransformer, WanConfig
@@ -189,13 +190,13 @@ def main() -> None:
         "short": short_run(models, size, options.rounds),
     }
     print(json.dumps(result["short"]), file=sys.stderr, flush=True)
+    save(result, options.output)
     del models["eager"]
     result["long"] = long_run(models["compiled"], size, options.long_chunks, options.long_steps)
     result["goals"] = goals(result["short"], result["long"])
     result["seconds"] = round(time.perf_counter() - began, 1)
     print(json.dumps(result, indent=2))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+    save(result, options.output)
 
 
 if __name__ == "__main__":

@@ -94,11 +94,12 @@ def test_sixteen_streams_of_uneven_history_wait_for_nothing_between_forwards(eng
     failed = Unread.failed
 
     def may_wait(unread):
+        mode = torch.cuda.get_sync_debug_mode()  # "default" once the steps are over
         torch.cuda.set_sync_debug_mode("default")
         try:
             return failed(unread)
         finally:
-            torch.cuda.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode(mode)
 
     monkeypatch.setattr(Unread, "failed", may_wait)
     torch.cuda.synchronize()
