@@ -23,7 +23,7 @@ class PaddedKV:
             raise ValueError(f"q has batch {q.shape[0]} and k, v have {k.shape[0]}; they must be equal")
         if self.max_seqlen_kv > k.shape[1]:
             raise ValueError(f"max_seqlen_kv is {self.max_seqlen_kv} but k, v have only {k.shape[1]} rows")
-        _check_lens("kv_lens", self.kv_lens, q.shape[0], self.max_seqlen_kv)
+        _check_lens(self, "kv_lens", q.shape[0], self.max_seqlen_kv)
 
     def signature(self) -> tuple:
         return ("padded", tuple(self.seqused_kv.shape), self.max_seqlen_kv)
@@ -50,7 +50,7 @@ class PackedKV:
                 "no sequence may be longer than what its last key is repeated to"
             )
         _check_int32("cu_seqlens_kv", self.cu_seqlens_kv, (batch + 1,), q.device)
-        _check_lens("kv_lens", self.kv_lens, batch, self.max_seqlen_kv, max_total=k.shape[0])
+        _check_lens(self, "kv_lens", batch, self.max_seqlen_kv, max_total=k.shape[0])
 
     def signature(self) -> tuple:
         bounds = (self.max_seqlen_kv, self.max_seqlen_q, self.last_key_repeats_to)
@@ -85,7 +85,7 @@ class PagedKV:
                 f"max_seqlen_kv is {self.max_seqlen_kv} but a block table of width {width} with blocks of "
                 f"{self.block_size} tokens holds {width * self.block_size}"
             )
-        _check_lens("kv_lens", self.kv_lens, batch, self.max_seqlen_kv)
+        _check_lens(self, "kv_lens", batch, self.max_seqlen_kv)
 
     def signature(self) -> tuple:
         return ("paged", tuple(self.block_table.shape), self.block_size, self.max_seqlen_kv, self.max_seqlen_q)
@@ -112,8 +112,8 @@ class ExtentKV:
         batch = _check_q(self, q, self.seqused_kv.shape[0])
         _check_int32("starts_kv", self.starts_kv, (batch + 1,), q.device)
         _check_int32("seqused_kv", self.seqused_kv, (batch,), q.device)
-        _check_lens("kv_lens", self.kv_lens, batch, self.max_seqlen_kv)
-        if self.starts is None or self.kv_lens is None or torch.compiler.is_compiling():
+        _check_lens(self, "kv_lens", batch, self.max_seqlen_kv)
+        if torch.compiler.is_compiling() or self.starts is None or self.kv_lens is None:
             return
         for start, used in zip(self.starts, self.kv_lens, strict=True):
             if start < 0 or start + used > k.shape[0]:
@@ -224,11 +224,15 @@ def _check_int32(name: str, x: torch.Tensor, shape: tuple[int, ...], device: tor
 
 
 def _check_lens(
-    name: str, lens: tuple[int, ...] | None, batch: int, max_len: int, max_total: int | None = None
+    metadata: AttentionMetadata, name: str, batch: int, max_len: int, max_total: int | None = None
 ) -> None:
     """Host lengths against their bound and the rows that they divide. Those that only a device knows are not read."""
-    # A compiled graph is tied to every host value that it has read: lengths checked there would compile each layout.
-    if lens is None or torch.compiler.is_compiling():
+    # A compiled graph is tied to every host value that it has looked at, and of lengths to how many there are: looked
+    # up there, they would compile each layout and each batch.
+    if torch.compiler.is_compiling():
+        return
+    lens = getattr(metadata, name)
+    if lens is None:
         return
     if len(lens) != batch or max(lens, default=0) > max_len or min(lens, default=0) < 0:
         raise ValueError(f"{name} is {lens}; expected {batch} lengths between 0 and {max_len}")
@@ -245,7 +249,7 @@ def _check_q(metadata: PackedKV | PagedKV | ExtentKV, q: torch.Tensor, batch: in
     _check_int32("cu_seqlens_q", metadata.cu_seqlens_q, (batch + 1,), q.device)
     if metadata.max_seqlen_q is None:
         raise ValueError("cu_seqlens_q is given without max_seqlen_q; give an upper bound of the query lengths")
-    _check_lens("q_lens", metadata.q_lens, batch, metadata.max_seqlen_q)
-    if metadata.q_lens is not None and not torch.compiler.is_compiling() and sum(metadata.q_lens) != q.shape[0]:
+    _check_lens(metadata, "q_lens", batch, metadata.max_seqlen_q)
+    if not torch.compiler.is_compiling() and metadata.q_lens is not None and sum(metadata.q_lens) != q.shape[0]:
         raise ValueError(f"q_lens sum to {sum(metadata.q_lens)} but q has {q.shape[0]} rows")
     return batch

@@ -39,6 +39,15 @@ def initial_latents(
     return latents.to(device=device, dtype=torch.float32)
 
 
+def draw_noise(shape: Sequence[int], generator: torch.Generator | None, device: torch.device) -> torch.Tensor:
+    """fp32 noise on `device`, drawn where the generator is (None: on `device`): one on the CPU gives every device the
+    same numbers. The host does not wait for the copy."""
+    drawn_on = device if generator is None else generator.device
+    pinned = drawn_on.type == "cpu" and device.type == "cuda"  # else the copy would be waited for
+    noise = torch.randn(tuple(shape), generator=generator, device=drawn_on, dtype=torch.float32, pin_memory=pinned)
+    return noise.to(device, non_blocking=True)
+
+
 def encode_clip(vae: torch.nn.Module, clip: torch.Tensor) -> torch.Tensor:
     """fp32 latents [1, C, F', H', W'], of mean 0 and deviation 1 as a transformer takes them, of a clip [1, 3, F, H, W]
     in -1..1: the mean of what the VAE says, so that no noise is drawn."""

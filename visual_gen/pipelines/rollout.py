@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Mapping
 
 import torch
-from diffusers.utils.torch_utils import randn_tensor
 
 from attention_backend.kv_cache import Chunk, KVBatch, PagedKVCache, Session
 from visual_gen.config import CausalConfig
@@ -19,6 +18,7 @@ from visual_gen.models.wan.text_pool import pooled
 from visual_gen.pipelines.denoise import denoise_chunk
 from visual_gen.pipelines.errors import GenerationError
 from visual_gen.pipelines.given_frames import check_given, given_chunks
+from visual_gen.pipelines.latents import draw_noise
 from visual_gen.pipelines.text import TextRows
 from visual_gen.runtime.streams import stream_size
 
@@ -218,8 +218,7 @@ class _Stream:
 
     def _noise(self, frames: int) -> torch.Tensor:
         channels, height, width = self.shape
-        shape = (channels, frames, height, width)
-        return randn_tensor(shape, generator=self.generator, device=self.transformer.device, dtype=torch.float32)
+        return draw_noise((channels, frames, height, width), self.generator, self.transformer.device)
 
 
 def _chunk_frames(settings: CausalConfig, *, continued: bool) -> Iterator[int]:

@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from diffusers.utils.torch_utils import randn_tensor
 
 from visual_gen.config import AttentionConfig, CausalConfig
 from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.pipelines.given_frames import check_given
+from visual_gen.pipelines.latents import draw_noise
 from visual_gen.pipelines.stream import Stream
 from visual_gen.pipelines.stream_forward import StreamForward, pad_rows
 from visual_gen.pipelines.stream_loading import engine_cache, load_stream_parts
@@ -148,7 +148,7 @@ class StreamEngine:
             first = first[0] if first.ndim == 5 and len(first) == 1 else first
             check_given("initial_latents", first, (self.transformer.config.out_channels, *self.latent_size))
             self._check_positions(first.shape[1])
-        generator = seeded(seed, self.transformer.device)
+        generator = seeded(seed)
         try:
             text = tuple([self._take_text(name, each) for name, each in given.items()])
             session = self._room.make(
@@ -185,7 +185,7 @@ class StreamEngine:
             text = tuple([self._take_text("prompt", each) for each in snapshot.texts])
             session = self._room.make(lambda: self.cache.restore_session(snapshot.session), joins=True)
             return self._add(
-                session, settings, meta["prompt"], text, meta["guidance_scale"], seeded(0, device), history
+                session, settings, meta["prompt"], text, meta["guidance_scale"], seeded(0), history
             )  # fmt: skip
         except BaseException:
             self._room.reconcile()
@@ -213,7 +213,7 @@ class StreamEngine:
                 self._room.close(each, "by its user")
 
     def _fork(self, stream: Stream, seed: int | None) -> Stream:
-        generator, history = seeded(seed or 0, self.transformer.device), stream._history
+        generator, history = seeded(seed or 0), stream._history
         if seed is not None:
             history = (*history[:-1], replace(history[-1], generator_state=generator.get_state()))
         try:
@@ -278,4 +278,4 @@ class StreamEngine:
 
     def _noise(self, frames: int, generator: torch.Generator) -> torch.Tensor:
         shape = (self.transformer.config.out_channels, frames, *self.latent_size)
-        return randn_tensor(shape, generator=generator, device=self.transformer.device, dtype=torch.float32)
+        return draw_noise(shape, generator, self.transformer.device)

@@ -20,13 +20,13 @@ from visual_gen.runtime.files import written_whole
 if TYPE_CHECKING:
     from visual_gen.pipelines.stream import Stream
 
-FORMAT = "visual_gen stream 1"
+FORMAT = "visual_gen stream 2"
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """Everything on the CPU. settings: of CausalConfig, latent_shape (C, H, W) and generator_device among the meta that
-    restoring compares with the engine."""
+    """Everything on the CPU. Of the meta, settings are CausalConfig's; what snapshot_meta names is compared with the
+    engine that restores."""
 
     meta: dict[str, Any]
     session: SessionSnapshot
@@ -122,5 +122,4 @@ def snapshot_meta(engine) -> dict[str, Any]:
         "text_dim": config.text_dim,
         "frames_per_chunk": engine.causal.frames_per_chunk,
         "first_chunk_frames": engine.causal.first_chunk_frames,
-        "generator_device": engine.transformer.device.type,
     }

@@ -160,6 +160,26 @@ def test_forks_rollbacks_snapshots_and_recaches_on_a_device(engine, tmp_path, re
     assert latents(streams, 8)[0].isfinite().all()
 
 
+def test_a_seed_means_the_same_noise_as_on_the_cpu(engine):
+    """Every step's, of streams that were opened, forked and restored."""
+    streams, drawn = engine(), []
+    noise = streams._noise
+    streams._noise = lambda *args: drawn.append(noise(*args)) or drawn[-1]
+    stream = streams.open("one", seed=3)
+    latents(streams, 2)
+    assert {x.device.type for x in drawn} == {"cuda"} and len(drawn) == 2 * len(SETTINGS["steps"])
+    generator = torch.Generator().manual_seed(3)
+    for x in drawn:
+        assert torch.equal(x.cpu(), torch.randn(x.shape, generator=generator))
+    drawn.clear()
+    others = [stream.fork(), streams.restore(stream.snapshot())]
+    for other in others:
+        streams.step([other], until="chunk")
+    expected = [torch.randn(x.shape, generator=generator) for x in drawn[:3]]
+    for x, y in zip(drawn, expected * 2, strict=True):
+        assert torch.equal(x.cpu(), y)
+
+
 def test_numbers_that_are_not_finite_are_found_one_forward_later(engine, monkeypatch):
     streams = engine()
     good, bad = streams.open("one", seed=1), streams.open("two", seed=2)
