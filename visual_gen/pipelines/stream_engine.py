@@ -73,6 +73,7 @@ class StreamEngine:
         self._record = EngineRecord(
             options.max_streams, options.rows, self.cache.free_blocks, self.cache.block_size,
             {role: {"backend": choice.name, "why": str(choice.why)} for role, choice in choices},
+            self.cache.read_counts,
         )  # fmt: skip
         self._room = StreamRoom(self.cache, self._texts, self._run.pads, options, self._record)
         self._scheduler = StreamScheduler(self._room, self._run, options.rows, self._record)

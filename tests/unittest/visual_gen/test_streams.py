@@ -56,12 +56,13 @@ def test_the_bytes_are_those_of_the_cache_that_a_stream_makes(planned, changes, 
     assert found.block_size == cache.block_size
     assert found.chunk_tokens == 36 * settings.max_chunk_frames
     assert found.window_frames == settings.sink_frames + settings.recent_frames
-    assert (found.timesteps, found.read) == (settings.timesteps, settings.read)
+    assert found.timesteps == settings.timesteps
     with cache.open_session(
         sink_frames=settings.sink_frames, recent_frames=settings.recent_frames, branches=branches,
         max_chunk_frames=settings.max_chunk_frames,
-    ):  # fmt: skip
+    ) as session, session.begin(1) as chunk:  # fmt: skip
         assert cache.free_blocks == 0
+        assert found.read == cache.batch([chunk]).read == settings.read.replace("auto", "extent")
 
 
 def test_streams_fit_into_what_the_weights_leave(planned):
@@ -85,6 +86,26 @@ def test_the_block_size_follows_the_backend_and_the_frame(planned, backend, dtyp
     assert found.block_size == size  # 36 tokens a frame
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "read"),
+    [({"extent_kv", "paged_kv"}, "extent"), ({"varlen", "paged_kv"}, "block_table"), ({"varlen"}, "staged")],
+)
+def test_the_read_follows_what_the_backend_can_do(planned, register_narrowed, capabilities, read):
+    name = register_narrowed("narrow", capabilities)
+    found = planned(SMALL, f"attention.self={name}").stream
+    assert (found.read, found.read_reason) == (read, "the first that narrow can do")
+
+
+def test_a_read_that_the_backend_cannot_do_is_refused(planned, register_narrowed):
+    with pytest.raises(ValueError, match="read is 'extent' but narrow reads no extents; read='auto' takes what"):
+        planned(SMALL | {"read": "extent"}, f"attention.self={register_narrowed('narrow', {'varlen'})}")
+
+
+def test_a_read_that_is_named_is_said_to_be(planned):
+    found = planned(SMALL | {"read": "block_table"}).stream
+    assert (found.read, found.read_reason) == ("block_table", "causal.read")
+
+
 def test_an_unknown_backend_is_named(planned):
     with pytest.raises(ValueError, match="attention.self = 'fa9': no such backend"):
         planned(SMALL, "attention.self=fa9")
@@ -97,10 +118,12 @@ def file(tmp_path):
     return str(path)
 
 
-def test_plan_shows_a_stream_and_how_many_fit(file, capsys):
+def test_plan_shows_a_stream_and_how_many_fit(file, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     assert main(["plan", "--config", file]) == 0
     out = capsys.readouterr().out
     assert "visible latent frames" in out and "4,680 in each row" in out and "give --memory-gib" in out
+    assert "extent (the first that paged_flash_attn3 can do)" in out
     assert main(["plan", "--config", file, "--memory-gib", "139", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stream"]["streams_that_fit"] > 10
 

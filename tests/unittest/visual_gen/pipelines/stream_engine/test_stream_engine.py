@@ -59,6 +59,17 @@ def test_deterministic_streams_have_the_bits_that_they_have_alone(tiny, read, fi
     assert {f.frames for f in engine.record().timeline} == {8}
 
 
+@pytest.mark.parametrize("read", ["extent", "block_table", "staged"])
+def test_a_read_that_is_named_serves_given_frames_steps_and_a_window_computed_anew(tiny, read):
+    engine = tiny.engine(read=read, max_streams=2)
+    stream = engine.open("a", initial_latents=torch.zeros(tiny.C, 2, *tiny.SIZE))
+    tiny.run(engine, 1)
+    stream.switch_prompt("b", recache="window")
+    tiny.run(engine, 2)
+    assert engine.record().forwards == 6 and {f.read for f in engine.record().timeline} == {read}
+    assert engine.record().read_counts == {(read, "named when the cache was made"): 1 + 6 + 1}
+
+
 def test_without_pins_bits_may_differ_and_forwards_have_no_pads(tiny):
     engine = tiny.engine()
     engine.open("a"), engine.open("b")
