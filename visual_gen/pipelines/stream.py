@@ -232,13 +232,12 @@ class Stream:
             return
         self._apply_switch()
         settings, now = self.settings, self._now
-        first = now.frames == 0 and settings.first_chunk_frames is not None
-        frames = settings.first_chunk_frames if first else settings.frames_per_chunk
-        self._engine._check_positions(now.frames + frames)
-        chunk = self.session.begin(frames)
+        end = settings.frames_after(1, now.frames)
+        self._engine._check_positions(end)
+        chunk = self.session.begin(end - now.frames)
         self._generator.set_state(now.generator_state)
         timesteps = self._engine._timesteps(settings)
-        self._making = Making(chunk, self._noise(frames), timesteps, settings.sigmas, self.guidance_scale)
+        self._making = Making(chunk, self._noise(chunk.frames), timesteps, settings.sigmas, self.guidance_scale)
 
     def _apply_switch(self) -> None:
         switch = self._switch

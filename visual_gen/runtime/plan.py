@@ -16,7 +16,7 @@ from visual_gen.models.wan import WanConfig, WanTransformer
 from visual_gen.runtime.costs import activation_bytes, flops, image_kv_bytes, text_groups, text_kv_bytes, text_rows
 from visual_gen.runtime.model import Model, check_settings, required_model
 from visual_gen.runtime.prompts import clean_prompt
-from visual_gen.runtime.streams import stream_size
+from visual_gen.runtime.streams import UNREAD_CHUNKS, stream_size
 
 TOKENS_PER_WORD = 1.3  # of an English prompt with UMT5's tokenizer, roughly; only where there is no tokenizer to ask
 
@@ -167,7 +167,7 @@ def _stream(
     _, _, _, height, width = model.geometry.latent_shape(1, generation.num_frames, generation.height, generation.width)
     frame_tokens = height * width // math.prod(wan.patch_size[1:])
     backend = _backend_class(config)
-    size = stream_size(settings, frame_tokens, backend, branches=branches)
+    size = stream_size(settings, frame_tokens, backend, branches=branches, rollback_chunks=UNREAD_CHUNKS)
     chunk_tokens = settings.max_chunk_frames * frame_tokens
     kv_cache = size.num_bytes(wan, dtype)
     text = text_kv_bytes(wan, branches * generation.max_sequence_length, dtype)

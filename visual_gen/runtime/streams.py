@@ -14,6 +14,10 @@ from attention_backend.kv_cache.sizes import choose_block_size, row_bytes
 from visual_gen.config import CausalConfig
 from visual_gen.models.wan import WanConfig
 
+# Committed chunks that a stream keeps takeable back beside those that its user may: the last one is committed before it
+# is known whether it is finite.
+UNREAD_CHUNKS = 1
+
 
 @dataclass(frozen=True)
 class StreamSize:

@@ -7,7 +7,8 @@ import pytest
 from visual_gen.cli import main
 from visual_gen.config import CausalConfig, RunConfig, load_config
 from visual_gen.models.wan import CausalWanTransformer, WanConfig
-from visual_gen.pipelines.rollout import stream_cache
+from visual_gen.pipelines.stream_loading import engine_cache
+from visual_gen.pipelines.stream_options import EngineOptions
 from visual_gen.runtime.plan import plan
 
 SMALL = {"frames_per_chunk": 2, "recent_frames": 4}
@@ -47,9 +48,9 @@ def planned(tmp_path):
 )
 def test_the_bytes_are_those_of_the_cache_that_a_stream_makes(planned, changes, scale):
     found = planned(SMALL | changes, f"generation.guidance_scale={scale}").stream
-    settings, branches = CausalConfig(**(SMALL | changes)), 1 if scale == 1 else 2
+    settings, options = CausalConfig(**(SMALL | changes)), EngineOptions(guidance_scale=scale, max_streams=1)
     config = WanConfig(num_attention_heads=4, attention_head_dim=64, ffn_dim=32, num_layers=8, in_channels=8)
-    cache = stream_cache(CausalWanTransformer(config), settings, 36, branches=branches)
+    cache = engine_cache(CausalWanTransformer(config), settings, 36, options, pads=0)
     null_block = cache.memory_bytes - cache.pool.rows.nbytes * cache.free_blocks // (cache.free_blocks + 1)
     null_block -= cache.staging.rows.nbytes if cache.staging else 0
     assert found.kv_cache_bytes == cache.memory_bytes - null_block
@@ -58,8 +59,8 @@ def test_the_bytes_are_those_of_the_cache_that_a_stream_makes(planned, changes, 
     assert found.window_frames == settings.sink_frames + settings.recent_frames
     assert found.timesteps == settings.timesteps
     with cache.open_session(
-        sink_frames=settings.sink_frames, recent_frames=settings.recent_frames, branches=branches,
-        max_chunk_frames=settings.max_chunk_frames,
+        sink_frames=settings.sink_frames, recent_frames=settings.recent_frames, branches=options.branches,
+        max_chunk_frames=settings.max_chunk_frames, rollback_chunks=options.kept_chunks,
     ) as session, session.begin(1) as chunk:  # fmt: skip
         assert cache.free_blocks == 0
         assert found.read == cache.batch([chunk]).read == settings.read.replace("auto", "extent")

@@ -5,7 +5,6 @@ import torch
 
 from attention_backend.kv_cache import KVCacheError
 from visual_gen.pipelines.errors import EngineFull
-from visual_gen.pipelines.rollout import rollout_latents
 from visual_gen.pipelines.stream_engine import StreamEngine
 from visual_gen.pipelines.stream_state import Unread
 
@@ -188,17 +187,14 @@ def test_the_least_recently_stepped_stream_is_evicted_where_the_policy_says_so(t
     assert len(engine.streams) == 2 and a.state == c.state == "closed"
 
 
-def test_a_stream_continues_given_frames_as_a_rollout_does(tiny):
+def test_a_stream_continues_given_frames_as_if_they_were_committed_one_by_one(tiny):
     first = torch.randn(tiny.C, 9, *tiny.SIZE, generator=tiny.seeded(9))
     engine = tiny.engine(sink_frames=1)
     stream = engine.open("a red circle", seed=4, initial_latents=first[None])
     assert (stream.frames, stream.chunk_index, stream.take_latents()) == (9, 0, [])
     (made,) = tiny.run(engine, 3)
-    expected = rollout_latents(
-        tiny.model, tiny.encode("a red circle"), tiny.SIZE, num_chunks=3, settings=engine.causal, first_latents=first,
-        generator=tiny.seeded(4),
-    )  # fmt: skip
-    torch.testing.assert_close(made, expected[:, :, 9:], **CLOSE)
+    expected = tiny.by_hand(["a red circle"] * 3, 4, sink_frames=1, given=first)
+    torch.testing.assert_close(made, expected, **CLOSE)
 
 
 def test_a_stream_at_the_end_of_the_positions_fails_alone_and_keeps_what_it_has(tiny):
