@@ -98,8 +98,8 @@ def chunks_of(model: CausalWanTransformer, size: Size, settings: CausalConfig, c
 
 def timed(model: CausalWanTransformer, size: Size, settings: CausalConfig, count: int) -> list[float]:
     watch = Stopwatch(size.device)
-    stream = chunks_of(model, size, settings, count)
     watch.mark()
+    stream = chunks_of(model, size, settings, count)
     for _ in stream:
         watch.mark()
     return watch.milliseconds()
@@ -125,9 +125,9 @@ def long_run(model: CausalWanTransformer, size: Size, chunks: int, steps: int) -
     """Time and memory of the second and of the last `part` chunks of one stream."""
     settings = CausalConfig(recent_frames=LONG_RECENT_FRAMES, steps=CausalConfig().steps[:steps])
     watch, memory = Stopwatch(size.device), []
-    stream = chunks_of(model, size, settings, chunks)
     cuda = size.device == "cuda"
     watch.mark()
+    stream = chunks_of(model, size, settings, chunks)
     for i, _ in enumerate(stream, start=1):
         watch.mark()
         if cuda and i % size.part == 0:

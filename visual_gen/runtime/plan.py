@@ -16,21 +16,23 @@ from visual_gen.models.wan import WanConfig, WanTransformer
 from visual_gen.runtime.costs import activation_bytes, flops, image_kv_bytes, text_groups, text_kv_bytes, text_rows
 from visual_gen.runtime.model import Model, check_settings, required_model
 from visual_gen.runtime.prompts import clean_prompt
-from visual_gen.runtime.streams import stream_size
+from visual_gen.runtime.streams import UNREAD_CHUNKS, stream_size
 
 TOKENS_PER_WORD = 1.3  # of an English prompt with UMT5's tokenizer, roughly; only where there is no tokenizer to ask
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Of one causal stream: latent frames that are visible, tokens of a chunk, what its KV cache takes, and how many
-    streams the given memory holds beside the model (None: no memory was given)."""
+    """Of one causal stream: latent frames that are visible, tokens of a chunk, how a fresh session's cache is read and
+    why so, what the cache takes, and how many streams the given memory holds beside the model (None: no memory was
+    given)."""
 
     window_frames: int
     chunk_tokens: int
     timesteps: tuple[float, ...]
     block_size: int
     read: str
+    read_reason: str
     kv_cache_bytes: int
     streams_that_fit: int | None
 
@@ -164,7 +166,8 @@ def _stream(
     settings, wan, generation, dtype = config.causal, model.transformer, config.generation, config.torch_dtype()
     _, _, _, height, width = model.geometry.latent_shape(1, generation.num_frames, generation.height, generation.width)
     frame_tokens = height * width // math.prod(wan.patch_size[1:])
-    size = stream_size(settings, frame_tokens, _backend_class(config), branches=branches)
+    backend = _backend_class(config)
+    size = stream_size(settings, frame_tokens, backend, branches=branches, rollback_chunks=UNREAD_CHUNKS)
     chunk_tokens = settings.max_chunk_frames * frame_tokens
     kv_cache = size.num_bytes(wan, dtype)
     text = text_kv_bytes(wan, branches * generation.max_sequence_length, dtype)
@@ -178,7 +181,8 @@ def _stream(
         chunk_tokens=chunk_tokens,
         timesteps=settings.timesteps,
         block_size=size.block_size,
-        read=settings.read,
+        read=size.read,
+        read_reason="causal.read" if settings.read != "auto" else f"the first that {backend.name} can do",
         kv_cache_bytes=kv_cache,
         streams_that_fit=fit,
     )

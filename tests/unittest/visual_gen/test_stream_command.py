@@ -79,7 +79,15 @@ def test_a_stream_is_a_video_and_a_report(stream, random_causal_folder, tmp_path
     assert set(report["seconds"]["stages"]) == {"load", "denoise", "decode", "write"}
     assert report["run"]["frames"] == 21 and report["frames_per_second"] > 0
     assert not report["interrupted"] and report["checkpoint_label"] == "random weights"
+    assert report["run"]["reads"] == ["extent 9", "block table 0", "staged 0"]
+    assert report["attention"]["self"]["reads"] == [
+        {"read": "extent", "forwards": 9, "why": "every row is one run of blocks"}
+    ]
+    assert report["attention"]["cross_text"]["reads"] == [
+        {"read": "extent", "forwards": 9, "why": "every row's prompt lies in one piece in the text pool"}
+    ]
     page = (tmp_path / "out.report.html").read_text()
+    assert "extent in 9 forwards: every row is one run of blocks" in page and "extent 9, block table 0" in page
     assert "a red &lt;b&gt;circle" in page and "<b>circle" not in page
     assert page.count("<svg") == 2 and page.count("data:image/png;base64,") == 1
     assert "rows of each forward" in page and "blocks in use, of" in page
@@ -93,6 +101,16 @@ def test_a_seed_gives_one_video_and_another_another(stream, tmp_path):
     assert names(tmp_path) == ["out.mp4"]
     assert np.abs(videos[0] - videos[1]).max() <= 2
     assert np.abs(videos[0] - videos[2]).max() > 2
+
+
+@pytest.mark.parametrize(("read", "reads"), [("block_table", "block table 3"), ("staged", "staged 3")])
+def test_the_report_says_which_read_ran(stream, tmp_path, read, reads):
+    assert stream("--chunks", "1", "--set", f"causal.read={read}") == 0
+    report = report_of(tmp_path)
+    [taken] = report["attention"]["self"]["reads"]
+    assert taken == {"read": read, "forwards": 3, "why": "named when the cache was made"}
+    assert report["timeline"]["read"] == [read] * 3 and reads in report["run"]["reads"]
+    assert f"{reads.removesuffix(' 3')} in 3 forwards: named" in (tmp_path / "out.report.html").read_text()
 
 
 def test_sessions_are_made_in_one_batch_with_a_prompt_and_a_seed_each(stream, tmp_path):
