@@ -98,6 +98,7 @@ def test_the_migration_page_runs_from_the_distilled_file_to_frames(run_page, mak
     assert len(page["frames"]) == 1 + 4 * (7 * 3 - 1) and page["frames"][0].shape == (32, 48, 3)
     assert page["engine"].causal == SELF_FORCING.causal
 
+
 def test_the_steps_of_the_recipe_are_those_that_self_forcing_warps_to():
     # Its scheduler: 1000 levels from 1 down without the last, moved by its shift; a step s is entry 1000 - s.
     levels = torch.linspace(1, 0, 1001, dtype=torch.float64)[:-1]
