@@ -2,8 +2,13 @@
 
 import inspect
 import itertools
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 
 import diffusers
 import pytest
@@ -16,6 +21,7 @@ from visual_gen.checkpoint import WeightFiles
 from visual_gen.cli import main
 from visual_gen.config import load_config
 from visual_gen.pipelines import WanPipeline
+from visual_gen.runtime.plan import plan
 
 SELF_FORCING = load_config(ROOT / "configs" / "self_forcing_1.3b.yaml")
 # What stands in a test for the published sizes.
@@ -58,6 +64,36 @@ def test_the_model_of_the_page_gives_what_padded_text_gives_row_by_row(run_page)
         alone = model.project_text(encoded.hidden[[row]], [encoded.hidden.shape[1]])
         assert {kv.formulation for kv in alone} == {"padded"}
         torch.testing.assert_close(model(latents[[row]], timestep[[row]], alone), both[[row]], atol=1e-5, rtol=0)
+
+
+def test_a_package_with_the_entry_point_of_the_page_is_listed_and_chosen(tmp_path):
+    declared = tomllib.loads(blocks("docs/add_a_backend.md", "toml")[0])["project"]["entry-points"]
+    ((group, points),) = declared.items()
+    info = tmp_path / "my_package-1.0.dist-info"
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "einsum.py").write_text(blocks("docs/add_a_backend.md")[0])
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()))
+    attention = blocks("docs/add_a_backend.md", "yaml")[0].strip().removeprefix("attention: ")
+    settings = ["num_frames=5", "num_inference_steps=1", "height=32", "width=48", "prompt=a red circle"]
+    sets = [f"attention={attention}", "device=cpu", *(f"generation.{setting}" for setting in settings)]
+    command = [sys.executable, "-m", "visual_gen.cli", "generate", "--config", ROOT / "configs/wan_shapes_t2v.yaml",
+               "--output", tmp_path / "v.mp4", *(x for one in sets for x in ("--set", one))]  # fmt: skip
+    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+                         capture_output=True, text=True)  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("attention: einsum (named in the configuration)") == 2
+    assert json.loads((tmp_path / "v.report.json").read_text())["settings"]["attention"]["self"] == "einsum"
+
+
+def test_the_table_of_checkpoints_says_what_plan_says():
+    rows = re.findall(r"`(wan\S+)` \| (\d+) \|", (ROOT / "docs/tasks.md").read_text())
+    assert len(rows) == 8
+    for name, gib in rows:
+        config = load_config(ROOT / "configs" / f"{name}.yaml")
+        assert config.dtype == "bfloat16"
+        assert abs(plan(config).memory_bytes["total"] / 2**30 - int(gib)) < 1, name
 
 
 def test_the_arguments_that_the_page_calls_the_same_have_diffusers_defaults():
