@@ -12,6 +12,7 @@ from visual_gen.runtime.units import format_bytes, format_count
 
 MEMORY_ROWS = {
     "weights": "transformer weights",
+    "lora": "LoRA, unfused",
     "text_encoder": "text encoder weights",
     "vae": "VAE weights",
     "image_encoder": "image encoder weights",

@@ -13,6 +13,7 @@ from attention_backend import AUTO_ORDER, AUTO_ORDER_OF_CACHES, AttentionBackend
 from visual_gen.config import CROSS_KV_MODES, ConfigError, RunConfig
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanConfig, WanTransformer
+from visual_gen.models.wan.lora_file import LoRAFile
 from visual_gen.runtime.costs import activation_bytes, flops, image_kv_bytes, text_groups, text_kv_bytes, text_rows
 from visual_gen.runtime.model import Model, check_settings, required_model
 from visual_gen.runtime.prompts import clean_prompt
@@ -43,9 +44,9 @@ class Plan:
 
     flops_per_step: multiplications and additions, 2 for each multiply-add, of all forwards of one denoising step.
     text_kv_bytes: keys and values of the text in all layers and rows, for each cross mode.
-    memory_bytes: expected peak of a denoising step on the device: weights (of the transformers that stay there),
-    text_encoder, vae and image_encoder (weights that the pipeline keeps there), text_kv (of images too), activations,
-    and their total.
+    memory_bytes: expected peak of a denoising step on the device: weights (of the transformers that stay there), lora
+    (unfused beside them; where there is any), text_encoder, vae and image_encoder (weights that the pipeline keeps
+    there), text_kv (of images too), activations, and their total.
     """
 
     source: str
@@ -78,9 +79,9 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
 
     text_lens: text tokens of each prompt and, under guidance, of the negative prompt at the end; None counts them with
     the checkpoint's tokenizer, or guesses from the words where there is none. Raises ValueError on sizes that the model
-    does not divide, on lengths that do not fit, if neither a local folder nor a preset says what the model is, and if
-    they contradict each other or the settings. device_memory_bytes: what the device has, for how many causal streams
-    fit.
+    does not divide, on lengths and LoRA files that do not fit, if neither a local folder nor a preset says what the
+    model is, and if they contradict each other or the settings. device_memory_bytes: what the device has, for how many
+    causal streams fit.
     """
     model = required_model(config)
     check_settings(model, config)
@@ -115,8 +116,11 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
     per_token = model.timestep_per_token and generation.image is not None
     activations = activation_bytes(wan, rows, tokens, dtype, per_token)
     parts = {"text_encoder": model.text_encoder, "vae": model.vae, "image_encoder": model.image_encoder}
+    # On the device also while the transformer that they belong to rests in host memory.
+    loras = [LoRAFile.open(lora.file, weights).num_bytes(weights) for lora in config.lora if lora.file.exists()]
     memory = {
         "weights": (1 if config.offload == "experts" else model.num_experts) * weight_bytes,
+        **({"lora": sum(loras)} if loras else {}),
         **{name: size.num_bytes(config.torch_dtype()) for name, size in parts.items() if size is not None},
         "text_kv": text_kv_now,
         "activations": activations,
@@ -244,6 +248,10 @@ def _notes(model: Model, config: RunConfig) -> tuple[str, ...]:
         notes.append(f"Not counted: the weights of {' and '.join(unknown)}, whose files are not in the folder, whole.")
     if model.transformer.image_dim is not None:
         notes.append("Not counted: the FLOPs of the image encoder.")
+    if any(lora.file.exists() for lora in config.lora):
+        notes.append("LoRA is counted unfused, as `generate` runs it; pipe.fuse_lora() brings its bytes to 0.")
+    if missing := [lora.path for lora in config.lora if not lora.file.exists()]:
+        notes.append(f"Not counted: LoRA of {', '.join(missing)}, which is not here.")
     if model.num_experts > 1:
         place = "the other rests in host memory" if config.offload == "experts" else "all stay on the device"
         notes.append(f"{model.num_experts} transformers of this size, of which one runs in each step; {place}.")
