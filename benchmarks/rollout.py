@@ -173,8 +173,11 @@ def main() -> None:
     if options.smoke:
         options.rounds, options.long_chunks, options.long_steps = 1, 20, 1
 
-    began = time.perf_counter()
     size = (toy_size if options.smoke else full_size)(options.long_chunks)
+    if options.long_chunks < 2 * size.part:
+        parser.error(f"--long-chunks is {options.long_chunks}; the last {size.part} are compared with the second "
+                     f"{size.part}: at least {2 * size.part}")  # fmt: skip
+    began = time.perf_counter()
     compile_with = {"eager": None, "compiled": {"backend": "eager"} if options.smoke else {"mode": options.mode}}
     models = {name: make_model(size, options.backend, how) for name, how in compile_with.items()}
     device = "CPU" if size.device == "cpu" else torch.cuda.get_device_name()
