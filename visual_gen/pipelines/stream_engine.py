@@ -136,8 +136,8 @@ class StreamEngine:
         steps: Sequence[float] | None = None,
         initial_latents: torch.Tensor | None = None,
     ) -> Stream:
-        """A stream that nothing is made of yet. None: the engine's setting. seed: of its noise, or what that is drawn
-        from, which is then the stream's alone.
+        """A stream that nothing is made of yet. None: the engine's setting. seed: of its noise, or the generator that
+        it is drawn from, which is then the stream's alone; to be restored from a snapshot, one on the model's device.
 
         guidance_scale above 1: two branches, with negative_prompt. initial_latents [C, F, H, W] or [1, C, F, H, W]:
         clean frames to continue from, which are committed now and not given back by take_latents. ValueError, with

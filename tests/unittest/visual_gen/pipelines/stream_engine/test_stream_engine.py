@@ -69,6 +69,19 @@ def test_a_read_that_is_named_serves_given_frames_steps_and_a_window_computed_an
     assert engine.record().read_counts == {(read, "named when the cache was made"): 1 + 6 + 1}
 
 
+def test_a_generator_is_its_seed_in_forks_too(tiny):
+    made = []
+    for seed in (5, tiny.seeded(5)):
+        engine = tiny.engine()
+        stream = engine.open("a", seed=seed)
+        engine.step(until="chunk")
+        stream.fork(), stream.fork(seed=9)
+        made.append(tiny.run(engine, 2))
+    for by_seed, by_generator in zip(*made, strict=True):
+        assert torch.equal(by_seed, by_generator)
+    assert not torch.equal(made[0][1], made[0][2])
+
+
 def test_without_pins_bits_may_differ_and_forwards_have_no_pads(tiny):
     engine = tiny.engine()
     engine.open("a"), engine.open("b")
