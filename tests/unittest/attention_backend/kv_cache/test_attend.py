@@ -146,7 +146,7 @@ def test_views_are_written_as_their_copies_are(view, dtype):
     results = []
     for change in (lambda x: x, views[view]):
         q, k, v, layer = call("extent", torch.Generator().manual_seed(2), dtype)
-        out = cached(change(q), change(k), change(v), layer)
+        out = cached(q, change(k), change(v), layer)  # q is not written; a kernel may round it by its alignment
         results.append((out, layer.k, layer.v))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
