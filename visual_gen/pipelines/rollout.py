@@ -39,12 +39,13 @@ def rollout(
 ) -> Iterator[torch.Tensor]:
     """Yields the latents of each chunk, fp32 [C, F, H, W], as soon as its K/V are committed.
 
-    text: one row. latent_size: (H, W). num_chunks: how many; None goes on until the rotary table ends, which is a
-    ValueError. guidance_scale above 1 with a `negative` row runs both branches in one forward; else there is one
-    branch, and memory for one. generator: what noise is drawn from. first_latents [C, F, H, W]: clean frames to
-    continue from; they are committed first, each seeing those up to itself, and not yielded. cache: one to share
-    between streams, from stream_cache; without it the stream makes its own. switches: by a chunk's index, the text that
-    it and those after it are made under, encoded to the length of `text`; what is cached stays as it is.
+    text: one row. latent_size: (H, W). num_chunks: how many; None goes on until the positions end (those of
+    settings.rope_max_seq_len, or the checkpoint's), which is a ValueError. guidance_scale above 1 with a `negative` row
+    runs both branches in one forward; else there is one branch, and memory for one. generator: what noise is drawn
+    from. first_latents [C, F, H, W]: clean frames to continue from; they are committed first, each seeing those up to
+    itself, and not yielded. cache: one to share between streams, from stream_cache; without it the stream makes its
+    own. switches: by a chunk's index, the text that it and those after it are made under, encoded to the length of
+    `text`; what is cached stays as it is.
 
     Between steps the clean chunk is predicted from the flow and fresh noise brings it to the next level, as in
     Self-Forcing. Whatever ends the stream (an exception, Ctrl-C, close()) leaves no open chunk or session behind.
@@ -88,19 +89,21 @@ def rollout(
         raise ValueError(
             f"the cache was made for {cache.frame_tokens} tokens a frame; latent_size {latent_size} has {frame_tokens}"
         )
+    end = settings.frames_end(config.rope_max_seq_len)
     if num_chunks is not None:
         total = num_chunks * settings.frames_per_chunk
         if first is not None:
             total += first.shape[1]
         elif settings.first_chunk_frames is not None:
             total += settings.first_chunk_frames - settings.frames_per_chunk
-        if total > config.rope_max_seq_len:
+        if total > end:
             raise ValueError(
-                f"num_chunks is {num_chunks}, which makes {total} latent frames; the model knows "
-                f"{config.rope_max_seq_len} (rope_max_seq_len)"
+                f"num_chunks is {num_chunks}, which makes {total} latent frames; the model knows {end}: ask for fewer, "
+                "or extend its positions (causal.rope_max_seq_len)"
             )
+    transformer.extend_frames(end)
     texts = {0: text} | switches
-    return _Stream(transformer, settings, shape, guidance_scale if guide else None, generator).run(
+    return _Stream(transformer, settings, shape, guidance_scale if guide else None, generator, end).run(
         cache, frame_tokens, {chunk: (rows, negative) if guide else (rows,) for chunk, rows in texts.items()}, first,
         num_chunks,
     )  # fmt: skip
@@ -144,8 +147,9 @@ class _Stream:
         shape: tuple[int, int, int],
         guidance_scale: float | None,
         generator: torch.Generator | None,
+        frames_end: int,
     ) -> None:
-        self.transformer, self.settings, self.shape = transformer, settings, shape
+        self.transformer, self.settings, self.shape, self.frames_end = transformer, settings, shape, frames_end
         self.guidance_scale, self.generator = guidance_scale, generator
         self.branches = 1 if guidance_scale is None else 2
         self.timesteps = torch.tensor((*settings.timesteps, 0.0), device=transformer.device)
@@ -172,6 +176,11 @@ class _Stream:
             for index, frames in enumerate(itertools.islice(all_frames, num_chunks)):
                 if index and index in texts:
                     text_kv = self._project(texts[index])
+                if session.frames + frames > self.frames_end:
+                    raise ValueError(
+                        f"chunk {index} ends at latent frame {session.frames + frames} and the positions at "
+                        f"{self.frames_end}: end the video before, start another, or set causal.rope_max_seq_len"
+                    )
                 with session.begin(frames) as chunk:
                     latents = self._make(chunk, text_kv, f"chunk {index}")
                     chunk.commit()

@@ -1,5 +1,7 @@
 """A stream of a causal model against the plain formula, and what it leaves behind when it ends early."""
 
+import copy
+import dataclasses
 import itertools
 
 import pytest
@@ -297,12 +299,27 @@ def test_a_chunk_that_is_not_finite_is_named_and_not_committed(model, broken, fo
     assert cache.free_blocks == free
 
 
-def test_a_stream_without_end_stops_where_the_rotary_table_does(model):
-    made = []
-    with pytest.raises(ValueError, match="frames 24 to 25 do not all lie in the rotary table of rope_max_seq_len 24"):
-        for latents in rollout(model, text(), SIZE, num_chunks=None, settings=CausalConfig(**FEW)):
+@pytest.mark.parametrize(("end", "chunks"), [(None, 12), (9, 4), (53, 26)])
+def test_a_stream_without_end_stops_where_the_positions_do(model, end, chunks):
+    """The checkpoint's 24, or as many as were asked for, on a model that other streams have given more."""
+    model, made = copy.deepcopy(model), []
+    model.extend_frames(60)
+    settings = CausalConfig(**FEW, rope_max_seq_len=end)
+    says = f"chunk {chunks} ends at latent frame {2 * chunks + 2} and the positions at {end or 24}"
+    with pytest.raises(ValueError, match=says):
+        for latents in rollout(model, text(), SIZE, num_chunks=None, settings=settings):
             made.append(latents)  # noqa: PERF402
-    assert len(made) == 12
+    assert len(made) == chunks
+
+
+def test_chunks_past_the_checkpoints_positions_are_those_of_a_model_with_more(model):
+    longer = CausalWanTransformer(dataclasses.replace(model.config, rope_max_seq_len=200)).requires_grad_(False)
+    longer.load_state_dict(model.state_dict())
+    made = [
+        rollout_latents(each, text(), SIZE, num_chunks=20, settings=CausalConfig(**FEW, **more), generator=seeded())
+        for each, more in ((copy.deepcopy(model), {"rope_max_seq_len": 40}), (longer, {}))
+    ]
+    assert made[0].shape[2] == 40 and torch.equal(*made)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +328,7 @@ def test_a_stream_without_end_stops_where_the_rotary_table_does(model):
         ({"num_chunks": 0}, "num_chunks is 0"),
         ({"num_chunks": 10**12}, "makes 2000000000000 latent frames"),
         ({"negative": TextRows(torch.zeros(1, 5, 10), [1], [0]), "guidance_scale": 2.0}, "encode both to one length"),
-        ({"num_chunks": 13}, r"makes 26 latent frames; the model knows 24 \(rope_max_seq_len\)"),
+        ({"num_chunks": 13}, "makes 26 latent frames; the model knows 24: ask for fewer, or extend"),
         ({"latent_size": (4, 5)}, r"latent_size is \(4, 5\)"),
         ({"latent_size": (2, 4, 6)}, r"latent_size is \(2, 4, 6\); it must be \(H, W\)"),
         ({"latent_size": (4.0, 6)}, "two integers"),
