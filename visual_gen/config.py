@@ -161,7 +161,9 @@ class CausalConfig(_Section):
     `frames_per_chunk` latent frames are made together, `first_chunk_frames` in the first chunk if it differs. Visible
     are the first `sink_frames` frames and the last `recent_frames`, the chunk itself counted in those. `steps` are the
     noise levels, 1000 down, that each chunk is denoised at, before `flow_shift` moves them: 1 leaves them as they are.
-    The defaults are Self-Forcing's. `block_size` (tokens) and `read` are those of the KV cache.
+    The defaults are Self-Forcing's. `block_size` (tokens) and `read` are those of the KV cache. `rope_max_seq_len` is
+    how many latent frames a stream may have; None: as many as the checkpoint says. The table of positions is extended
+    where it must, which is exact.
     """
 
     frames_per_chunk: PositiveInt = 3
@@ -174,6 +176,11 @@ class CausalConfig(_Section):
     flow_shift: PositiveFloat = 5.0
     block_size: PositiveInt | Literal["auto"] = "auto"
     read: Literal["auto", "extent", "block_table", "staged"] = "auto"
+    rope_max_seq_len: Annotated[int, Field(ge=1, le=500_000)] | None = None
+
+    def frames_end(self, checkpoint_end: int) -> int:
+        """How many latent frames a stream may have, of a checkpoint whose rope_max_seq_len is checkpoint_end."""
+        return self.rope_max_seq_len or checkpoint_end
 
     @property
     def max_chunk_frames(self) -> int:

@@ -62,8 +62,8 @@ def check(request: StreamRequest) -> tuple[str, list[str]]:
         texts.append(("negative prompt", generation.negative_prompt))
     found = check_streams(
         config.model.path, dtype=config.torch_dtype(), device=config.torch_device(), attention=config.attention,
-        height=generation.height, width=generation.width, latent_frames=request.latent_frames, texts=texts,
-        max_sequence_length=generation.max_sequence_length,
+        height=generation.height, width=generation.width, latent_frames=request.latent_frames, causal=config.causal,
+        texts=texts, max_sequence_length=generation.max_sequence_length,
     )  # fmt: skip
     if find_model(config) is not None:
         planned = plan(config.model_copy(update={"generation": generation.model_copy(update={"num_frames": 1})}))

@@ -12,14 +12,16 @@ class RotaryTable:
 
     head_dim is split into a temporal part and two spatial parts of 2·(head_dim // 6) each; every part turns pairs of
     neighbouring channels by position · theta^(-2i / part). Source: Wan's rope_params, diffusers' WanRotaryPosEmbed.
+    max_len: positions along each axis; `extend_frames` gives the temporal one more.
     """
 
     def __init__(self, head_dim: int, max_len: int, theta: float = 10000.0) -> None:
         if head_dim % 2:
             raise ValueError(f"head_dim is {head_dim}; rotary embedding turns pairs of channels, so it must be even")
         spatial = 2 * (head_dim // 6)
-        self.max_len = max_len
-        self._angles = [self._axis(part, max_len, theta) for part in (head_dim - 2 * spatial, spatial, spatial)]
+        self.max_len = self.max_frames = max_len
+        self._theta, self._temporal = theta, head_dim - 2 * spatial
+        self._angles = [self._axis(part, max_len, theta) for part in (self._temporal, spatial, spatial)]
         self._grids: dict[tuple, torch.Tensor] = {}
         self._frame_parts: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -28,11 +30,21 @@ class RotaryTable:
         inverse = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
         return torch.outer(torch.arange(max_len, dtype=torch.float64, device="cpu"), inverse)
 
+    def extend_frames(self, count: int) -> None:
+        """At least so many frames; nothing if there are. An angle depends on its own position alone, so those that
+        there were stay as they are, bit for bit."""
+        if count <= self.max_frames:
+            return
+        self._angles[0] = self._axis(self._temporal, count, self._theta)
+        self.max_frames = count
+        self._frame_parts.clear()
+
     def grid(self, frames: int, height: int, width: int, device: torch.device) -> torch.Tensor:
         """complex64 [frames·height·width, 1, head_dim / 2] for a grid of tokens. Raises past the table's end."""
-        for name, n in (("frames", frames), ("height", height), ("width", width)):
-            if n > self.max_len:
-                raise ValueError(f"{name} is {n} tokens; the rotary table ends at rope_max_seq_len {self.max_len}")
+        ends = (self.max_frames, self.max_len, self.max_len)
+        for name, n, end in zip(("frames", "height", "width"), (frames, height, width), ends, strict=True):
+            if n > end:
+                raise ValueError(f"{name} is {n} tokens; the rotary table ends at rope_max_seq_len {end}")
         key = (frames, height, width, str(device))
         if key not in self._grids:
             self._keep(key, self._build(frames, height, width, device))
@@ -45,10 +57,11 @@ class RotaryTable:
         for the next steps of the same frames. Raises ValueError past the table's end.
         """
         for first, count in runs:
-            if first < 0 or first + count > self.max_len:
+            if first < 0 or first + count > self.max_frames:
                 raise ValueError(
                     f"frames {first} to {first + count - 1} do not all lie in the rotary table of rope_max_seq_len "
-                    f"{self.max_len}: end the video before, or start another"
+                    f"{self.max_frames}: end the video before, start another, or extend the table "
+                    "(causal.rope_max_seq_len)"
                 )
         key = (tuple(runs), height, width, str(device))
         if key not in self._grids:
@@ -60,7 +73,7 @@ class RotaryTable:
         return self._grids[key]
 
     def _parts(self, height: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """complex64 temporal part [max_len, 1, 1, n] of all frames, spatial part [height·width, 1, m] of any frame."""
+        """complex64 temporal part [max_frames, 1, 1, n] of all frames, spatial part [height·width, 1, m] of each."""
         key = (height, width, str(device))
         if key not in self._frame_parts:
             with torch.inference_mode(False):

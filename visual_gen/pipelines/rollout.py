@@ -31,12 +31,12 @@ def rollout(
 ) -> Iterator[torch.Tensor]:
     """Yields the latents of each chunk, fp32 [C, F, H, W], as soon as its K/V are committed.
 
-    text: one row. latent_size: (H, W). num_chunks: how many; None goes on until the rotary table ends, which is a
-    ValueError. guidance_scale above 1 with a `negative` row runs both branches in one forward; else there is one
-    branch, and memory for one. generator: what noise is drawn from; None: one seeded by torch's own. initial_latents
-    [C, F, H, W]: clean frames to continue from; they are committed at once, each seeing those up to itself, and not
-    yielded. switches: by a chunk's index, the text that it and those after it are made under, encoded to the length of
-    `text`; what is cached stays as it is.
+    text: one row. latent_size: (H, W). num_chunks: how many; None goes on until the positions end (those of
+    settings.rope_max_seq_len, or the checkpoint's), which is a ValueError. guidance_scale above 1 with a `negative` row
+    runs both branches in one forward; else there is one branch, and memory for one. generator: what noise is drawn
+    from; None: one seeded by torch's own. initial_latents [C, F, H, W]: clean frames to continue from; they are
+    committed at once, each seeing those up to itself, and not yielded. switches: by a chunk's index, the text that it
+    and those after it are made under, encoded to the length of `text`; what is cached stays as it is.
 
     Between steps the clean chunk is predicted from the flow and fresh noise brings it to the next level, as in
     Self-Forcing. Raises ValueError on a bad argument, before any work; GenerationError if a chunk is not finite, which
@@ -60,10 +60,11 @@ def rollout(
                 "length"
             )
     given = 0 if initial_latents is None or initial_latents.ndim < 4 else initial_latents.shape[-3]
-    known = transformer.config.rope_max_seq_len
-    if num_chunks is not None and (total := settings.frames_after(num_chunks, given)) > known:
+    end = settings.frames_end(transformer.config.rope_max_seq_len)
+    if num_chunks is not None and (total := settings.frames_after(num_chunks, given)) > end:
         raise ValueError(
-            f"num_chunks is {num_chunks}, which makes {total} latent frames; the model knows {known} (rope_max_seq_len)"
+            f"num_chunks is {num_chunks}, which makes {total} latent frames; the model knows {end}: ask for fewer, or "
+            "extend its positions (causal.rope_max_seq_len)"
         )
     guide = check_guidance(guidance_scale) > 1 and negative is not None
     engine = StreamEngine(

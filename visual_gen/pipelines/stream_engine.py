@@ -37,7 +37,8 @@ class StreamEngine:
     """Opens streams, and steps them together; not thread-safe.
 
     Made of a transformer and latent_size (H, W), or by from_pretrained. causal: chunk length, and window and steps
-    where a stream does not say; its window is the largest that a stream can have. encode: a prompt → TextRows of one
+    where a stream does not say; its window is the largest that a stream can have, its rope_max_seq_len how long one can
+    get. encode: a prompt → TextRows of one
     row of text_len; without it prompts are given as TextRows. options: the fields of EngineOptions. ValueError on what
     cannot be.
     """
@@ -59,6 +60,8 @@ class StreamEngine:
             raise ValueError(f"latent_size is {latent_size}; both must be multiples of the patch {patches}")
         self.transformer, self.latent_size = transformer, tuple(latent_size)
         self.causal = CausalConfig.model_validate({} if causal is None else causal)
+        self._frames_end = self.causal.frames_end(transformer.config.rope_max_seq_len)
+        transformer.extend_frames(self._frames_end)
         self.vae: torch.nn.Module | None = None  # of from_pretrained, for who decodes
         grid = tuple(size // patch for size, patch in zip(latent_size, patches, strict=True))
         frame_tokens, chunk_frames = grid[0] * grid[1], self.causal.max_chunk_frames
@@ -266,11 +269,11 @@ class StreamEngine:
             )
 
     def _check_positions(self, frames: int) -> None:
-        end = self.transformer.config.rope_max_seq_len
-        if frames > end:
+        if frames > self._frames_end:
             raise ValueError(
-                f"the next chunk ends at latent frame {frames} and the model knows {end} (rope_max_seq_len): close the "
-                "stream, and continue from its last frames in another"
+                f"the next chunk ends at latent frame {frames} and the engine knows {self._frames_end} "
+                "(causal.rope_max_seq_len): make the engine with more, or close the stream and continue from its last "
+                "frames in another"
             )
 
     def _timesteps(self, settings: CausalConfig) -> torch.Tensor:

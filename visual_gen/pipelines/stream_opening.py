@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from visual_gen.checkpoint import CONFIG_FILES, resolve_folder
-from visual_gen.config import AttentionConfig
+from visual_gen.config import AttentionConfig, CausalConfig
 from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.models.wan.geometry import Geometry
 from visual_gen.pipelines.components import open_tokenizer
@@ -26,6 +26,7 @@ def check_streams(
     height: int,
     width: int,
     latent_frames: int,
+    causal: CausalConfig,
     texts: Sequence[tuple[str, str]],
     max_sequence_length: int,
 ) -> tuple[str, list[str]]:
@@ -36,10 +37,11 @@ def check_streams(
     folder = resolve_folder(folder_or_id, files=CONFIG_FILES)
     wan = read_stream_folder(folder).wan
     Geometry.from_folder(folder).latent_shape(1, 1, height, width)
-    if latent_frames > wan.rope_max_seq_len:
+    end = causal.frames_end(wan.rope_max_seq_len)
+    if latent_frames > end:
         raise ValueError(
-            f"the stream has {latent_frames} latent frames and the model knows {wan.rope_max_seq_len} positions "
-            "(rope_max_seq_len): ask for fewer chunks"
+            f"the stream has {latent_frames} latent frames and the model knows {end} positions: ask for fewer chunks, "
+            "or set causal.rope_max_seq_len to more"
         )
     # Without memory for weights: it selects the backends, or says why one cannot serve this model here.
     CausalWanTransformer(wan, attention=attention, dtype=dtype, device=device, init_weights=False)

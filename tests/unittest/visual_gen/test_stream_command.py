@@ -223,7 +223,9 @@ def test_a_switch_that_no_chunk_can_follow_is_refused(texts, says):
     ("arguments", "said"),
     [
         (["--chunks", "0"], "--chunks: stream.chunks = 0: wants 1 or more"),
-        (["--chunks", "33"], "the stream has 66 latent frames and the model knows 64 positions"),
+        (["--chunks", "33", "--set", "causal.rope_max_seq_len=null"], "66 latent frames and the model knows 64"),
+        (["--chunks", "33", "--set", "causal.rope_max_seq_len=65"], "66 latent frames and the model knows 65"),
+        (["--set", "causal.rope_max_seq_len=2000000"], "causal.rope_max_seq_len = 2000000: wants 500000 or less"),
         (["--recache", "all"], "--recache: stream.recache = 'all': wants 'none' or 'window'"),
         (["--seed", "-1"], "--seed: generation.seed = -1: wants 0 or more"),
         (["--switch", "6"], "--switch 6: wants CHUNK:TEXT"),

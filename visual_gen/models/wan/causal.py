@@ -56,6 +56,22 @@ class CausalWanTransformer(WanTransformer):
         """The backend that a cache for this model is made with, and read through."""
         return self.blocks[0].self_attn.backend
 
+    @property
+    def max_frames(self) -> int:
+        """Latent frames that a stream may have: what the rotary table reaches."""
+        return self._rotary.max_frames
+
+    def extend_frames(self, count: int) -> None:
+        """Lets streams have `count` latent frames, past the checkpoint's rope_max_seq_len too; never fewer than now.
+
+        A table of absolute positions is as exact there as before its old end, and rotations depend on distances alone,
+        which a window bounds: only what a stream keeps as sink gets further away than in training. 8 · temporal
+        channels bytes a frame.
+        """
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"count is {count!r}; it must be an integer of at least 1")
+        self._rotary.extend_frames(count)
+
     def new_text_pool(self, slots: int, text_len: int) -> TextPool:
         """An empty pool for `slots` prompts whose projected text has up to text_len rows."""
         return TextPool(

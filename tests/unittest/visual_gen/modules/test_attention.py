@@ -439,6 +439,21 @@ def test_rotary_of_frames_is_the_grids_at_their_absolute_place():
             table.frames([(0, 1), run], 4, 5, cpu)
 
 
+def test_an_extended_rotary_table_has_the_bits_of_a_longer_one():
+    table, longer, cpu = RotaryTable(20, 12), RotaryTable(20, 5000), torch.device("cpu")
+    assert torch.equal(table.frames([(10, 2)], 4, 5, cpu), longer.frames([(10, 2)], 4, 5, cpu))
+    table.extend_frames(5000)
+    for runs in ([(10, 3)], [(0, 1), (4997, 3)]):
+        assert torch.equal(table.frames(runs, 4, 5, cpu), longer.frames(runs, 4, 5, cpu))
+    assert torch.equal(table.grid(30, 4, 5, cpu), longer.grid(30, 4, 5, cpu))
+    table.extend_frames(100)
+    assert table.max_frames == 5000, "it is never made shorter, as other streams may be there"
+    with pytest.raises(ValueError, match="frames 4999 to 5000 .* rope_max_seq_len 5000: .*extend the table"):
+        table.frames([(4999, 2)], 4, 5, cpu)
+    with pytest.raises(ValueError, match="height is 13 tokens; the rotary table ends at rope_max_seq_len 12"):
+        table.grid(1, 13, 5, cpu)
+
+
 @pytest.mark.parametrize("per_frame", [False, True])
 def test_rotary_is_the_same_with_and_without_complex_numbers(per_frame):
     table, x = RotaryTable(20, 12), torch.randn(3, 20, 2, 2, 20)

@@ -1,5 +1,7 @@
 """A stream of a causal model against the plain formula, and what it leaves behind when it ends early."""
 
+import copy
+import dataclasses
 import itertools
 
 import pytest
@@ -16,6 +18,7 @@ from tests.unittest.visual_gen.pipelines.stream_engine.tiny_model import (
     text,
 )
 from visual_gen.config import CausalConfig
+from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.modules.block_causal import ChunkWindow, teacher_forcing_mask
 from visual_gen.pipelines import rollout as rollout_module
 from visual_gen.pipelines.errors import GenerationError
@@ -266,12 +269,17 @@ def test_a_chunk_that_is_not_finite_is_named_and_not_committed(model, engines, f
     assert all_is_free(engines[0])
 
 
-def test_a_stream_without_end_stops_where_the_rotary_table_does(model):
-    made = []
-    with pytest.raises(ValueError, match=r"ends at latent frame 66 and the model knows 64 \(rope_max_seq_len\)"):
-        for latents in rollout(model, text(), SIZE, num_chunks=None, settings=CausalConfig(**FEW | {"steps": [1000]})):
+@pytest.mark.parametrize(("end", "chunks"), [(None, 32), (9, 4), (53, 26)])
+def test_a_stream_without_end_stops_where_the_positions_do(model, end, chunks):
+    """The checkpoint's 64, or as many as were asked for, on a model that other streams have given more."""
+    model, made = copy.deepcopy(model), []
+    model.extend_frames(100)
+    settings = CausalConfig(**FEW | {"steps": [1000]}, rope_max_seq_len=end)
+    says = rf"ends at latent frame {2 * chunks + 2} and the engine knows {end or 64} \(causal.rope_max_seq_len\)"
+    with pytest.raises(ValueError, match=says):
+        for latents in rollout(model, text(), SIZE, num_chunks=None, settings=settings):
             made.append(latents)  # noqa: PERF402
-    assert len(made) == 32
+    assert len(made) == chunks
 
 
 def test_without_a_generator_torchs_own_seed_counts(model):
@@ -282,13 +290,24 @@ def test_without_a_generator_torchs_own_seed_counts(model):
     assert torch.equal(chunk(1), chunk(1)) and not torch.equal(chunk(1), chunk(2))
 
 
+def test_chunks_past_the_checkpoints_positions_are_those_of_a_model_with_more(model):
+    longer = CausalWanTransformer(dataclasses.replace(model.config, rope_max_seq_len=200)).requires_grad_(False)
+    longer.load_state_dict(model.state_dict())
+    few = FEW | {"steps": [1000]}
+    made = [
+        rollout_latents(each, text(), SIZE, num_chunks=40, settings=CausalConfig(**few, **more), generator=seeded())
+        for each, more in ((copy.deepcopy(model), {"rope_max_seq_len": 80}), (longer, {}))
+    ]
+    assert made[0].shape[2] == 80 and torch.equal(*made)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"num_chunks": 0}, "num_chunks is 0"),
         ({"num_chunks": 10**12}, "makes 2000000000000 latent frames"),
         ({"negative": TextRows(torch.zeros(1, 5, 10), [1], [0]), "guidance_scale": 2.0}, "encode both to one length"),
-        ({"num_chunks": 33}, r"makes 66 latent frames; the model knows 64 \(rope_max_seq_len\)"),
+        ({"num_chunks": 33}, "makes 66 latent frames; the model knows 64: ask for fewer, or extend"),
         ({"latent_size": (4, 5)}, r"latent_size is \(4, 5\)"),
         ({"latent_size": (2, 4, 6)}, r"latent_size is \(2, 4, 6\); it must be \(H, W\)"),
         ({"latent_size": (4.0, 6)}, "two integers"),

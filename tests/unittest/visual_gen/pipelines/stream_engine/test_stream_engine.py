@@ -1,12 +1,16 @@
 """Many streams in one forward: each as it is alone, in a fair order, as far as there is room."""
 
+from copy import deepcopy
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attention_backend.kv_cache import KVCacheError
+from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.pipelines.errors import EngineFull
 from visual_gen.pipelines.stream_engine import StreamEngine
-from visual_gen.pipelines.stream_state import Unread
+from visual_gen.pipelines.stream_state import Unread, stream_settings
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
@@ -217,10 +221,30 @@ def test_a_stream_at_the_end_of_the_positions_fails_alone_and_keeps_what_it_has(
     engine.step([long], until="chunk")
     events = engine.step(until="chunk")
     (failed,) = [event for event in events if event.kind == "failed"]
-    assert failed.stream is long and "ends at latent frame 65 and the model knows 64" in str(failed.error)
+    assert failed.stream is long and "ends at latent frame 65 and the engine knows 64" in str(failed.error)
     assert long.state == "failed" and long.error is failed.error and len(long.take_latents()) == 1
     assert other.chunk_index == 1 and engine.step()[0].stream is other
     long.close()
+
+
+@pytest.mark.parametrize("end", [40, 70])
+def test_a_stream_ends_where_the_settings_say_whatever_the_checkpoint_does(tiny, end):
+    """Below and above the 64 positions of the checkpoint; past them as if the checkpoint had them."""
+    longer = CausalWanTransformer(replace(tiny.model.config, rope_max_seq_len=100)).requires_grad_(False)
+    longer.load_state_dict(tiny.model.state_dict())
+    made, given = [], {"encode": tiny.encode, "text_len": 7}
+    few = tiny.engine().causal
+    first = torch.randn(tiny.C, end - 10, *tiny.SIZE, generator=tiny.seeded(9))
+    for model, causal in ((deepcopy(tiny.model), stream_settings(few, rope_max_seq_len=end)), (longer, few)):
+        engine = StreamEngine(model, tiny.SIZE, causal=causal, **given)
+        stream = engine.open("a", seed=1, initial_latents=first)
+        made += tiny.run(engine, 5)
+        assert model.max_frames == (100 if model is longer else max(end, 64))
+        if model is not longer:
+            engine.step(until="chunk")
+            says = f"ends at latent frame {end + 2} and the engine knows {end} (causal.rope_max_seq_len)"
+            assert stream.state == "failed" and says in str(stream.error)
+    assert torch.equal(*made)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ the end everything is free.
 STREAM_SOAK_OPERATIONS in the environment makes the lives longer.
 """
 
+import gc
 import os
 import random
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,8 @@ import torch
 
 from visual_gen.pipelines.errors import EngineFull, GenerationError
 from visual_gen.pipelines.stream import Stream
+from visual_gen.pipelines.stream_engine import StreamEngine
+from visual_gen.pipelines.stream_state import stream_settings
 
 OPERATIONS = int(os.environ.get("STREAM_SOAK_OPERATIONS", "220"))
 PROMPTS = ["a", "b c", "d e f", "g h i j"]
@@ -223,3 +227,22 @@ def test_a_long_life_with_faults_makes_the_same_chunks_again_and_ends_free(
     engine.close()
     if engine.cache.staging is not None:
         assert len(engine.cache.staging._regions) <= len(engine._run.pads)
+
+
+def test_five_hundred_chunks_take_constant_memory(tiny):
+    """A thousand latent frames, past the model's own positions; what is alive after each hundred chunks is as much."""
+    model = deepcopy(tiny.model)
+    causal = stream_settings(tiny.engine().causal, rope_max_seq_len=1000, sink_frames=1, steps=[1000])
+    engine = StreamEngine(model, tiny.SIZE, causal=causal, encode=tiny.encode, text_len=7, rollback_chunks=1)
+    stream, held = engine.open("a red circle", seed=1), []
+    for _ in range(5):
+        for _ in range(100):
+            engine.step(until="chunk")
+            (latents,) = stream.take_latents()
+        assert latents.isfinite().all()
+        del latents
+        gc.collect()
+        tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]  # not fake ones that a compiler keeps
+        held.append((len(tensors), sum(x.nbytes for x in tensors), engine.used_blocks, len(stream._history)))
+        del tensors
+    assert stream.frames == 1000 and len(set(held)) == 1, held
