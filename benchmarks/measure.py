@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -50,11 +51,15 @@ def interleaved(arms: Mapping[str, Call], rounds: int, **options) -> dict[str, f
 
 
 def medians(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The median of what each arm measures over `rounds` rounds of all of them; the first round is not counted."""
+    """The median of what each arm measures over `rounds` rounds of all of them; the first round is not counted.
+
+    Each round has an order of its own, since what ran before decides how warm a device is and how fast its clock.
+    """
     values: dict[str, list[float]] = {name: [] for name in measures}
+    order = random.Random(0)
     for _ in range(rounds + 1):
-        for name, measure in measures.items():
-            values[name].append(measure())
+        for name in order.sample(list(measures), len(measures)):
+            values[name].append(measures[name]())
     return {name: round(statistics.median(found[1:]), 4) for name, found in values.items()}
 
 
