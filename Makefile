@@ -1,6 +1,7 @@
 # make demo   a video and its report in outputs/, made on the CPU or on the GPU that is there
 # make test   ruff and every test
 # make lint   ruff alone
+# make docs   the pages and the API reference as HTML in outputs/docs; fails on a link that leads nowhere
 # Each sets itself up in .venv. Set TORCH_INDEX_URL before the first call to take torch from another index.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -15,7 +16,7 @@ SETTINGS := setup.py pyproject.toml constraints.txt
 # Threads that spin while they wait cost a machine with other work far more than they save an idle one.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/base.stamp
@@ -26,6 +27,9 @@ test: lint
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
+
+docs: $(VENV)/test.stamp
+	$(BIN)/python -m docs.build outputs/docs
 
 clean:
 	rm -rf $(VENV) build *.egg-info outputs

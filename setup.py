@@ -3,6 +3,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 here = Path(__file__).parent
+# What `make docs` and the tests of the docs need.
+docs = ["pdoc>=16", "markdown-it-py>=4"]
 version = (here / "visual_gen" / "version.py").read_text().split('"')[1]
 
 setup(
@@ -43,7 +45,8 @@ setup(
             # flash-attn-4 imports it and does not declare it.
             "triton; platform_system == 'Linux'",
         ],
-        "dev": ["pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.150", "ruff>=0.15"],
+        "docs": docs,
+        "dev": [*docs, "pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.150", "ruff>=0.15"],
     },
     entry_points={"console_scripts": ["visual-gen=visual_gen.cli:main"]},
 )

@@ -52,8 +52,9 @@ def merge_pad_rows(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, out, k_pad, v_pad)):
         return merged_pad_rows(q, out, lse, *call)
     # A graph, compiled or captured, that had read pad_lens would serve one layout alone.
-    capturing = out.is_cuda and torch.cuda.is_current_stream_capturing()
-    if pads.pad_lens is None or torch.compiler.is_compiling() or capturing:
+    # Compiling comes first: dynamo cannot trace the question whether a stream is capturing.
+    one_layout = torch.compiler.is_compiling() or (out.is_cuda and torch.cuda.is_current_stream_capturing())
+    if pads.pad_lens is None or one_layout:
         merge_pad_rows_(q, out, lse, *call)
         return out
     for rows in _runs_with_pads(pads.pad_lens):

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from measure import interleaved, relative
+from measure import interleaved, relative, save
 
 from attention_backend import AttentionMetadataState, AttentionSpec, merge_pad_rows, select_backend
 from attention_backend.merge import merge_pad_rows_
@@ -255,24 +255,19 @@ def main() -> None:
     }
     for name, (heads, num_queries) in SHAPES.items():
         backend = select_backend("flash_attn4", AttentionSpec("cross_text", heads, HEAD_DIM, torch.bfloat16, "cuda"))
-        results = {}
+        shape = result["shapes"][name] = {"heads": heads, "queries": num_queries, "skews": {}}
         for lens in SKEWS:
             skew = "/".join(map(str, lens))
-            results[skew] = measure(backend, num_queries, lens, options.rounds)
-            print(f"{name} {skew}: {results[skew]['median_ms']}", file=sys.stderr, flush=True)
-        result["shapes"][name] = {
-            "heads": heads,
-            "queries": num_queries,
-            "skews": results,
-            "goals": goals(name, results),
-        }
+            found = shape["skews"][skew] = measure(backend, num_queries, lens, options.rounds)
+            print(f"{name} {skew}: {found['median_ms']}", file=sys.stderr, flush=True)
+            save(result, options.output)
+        shape["goals"] = goals(name, shape["skews"])
     heads, num_queries = SHAPES["1.3B 480p"]
     dense = select_backend("flash_attn4", AttentionSpec("self", heads, HEAD_DIM, torch.bfloat16, "cuda"))
     result["self_attention_1.3B_480p_ms"] = self_attention(dense, num_queries, options.rounds)
     result["seconds"] = round(time.perf_counter() - began, 1)
     print(json.dumps(result, indent=2))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+    save(result, options.output)
 
 
 if __name__ == "__main__":

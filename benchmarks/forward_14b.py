@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from measure import interleaved, milliseconds, relative
+from measure import interleaved, milliseconds, relative, save
 
 from visual_gen.models.wan import WAN_PRESETS, WanConfig, WanTransformer
 from visual_gen.models.wan.text_kv import TextKV
@@ -168,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         | installed_versions(PACKAGES),
         "some_layers": measure(setup, layers, tuple(ARMS), options.runs, setup.text_lens),
     }
+    save(result, options.output)
     if options.full or options.smoke:
         shortest = setup.text_lens[-1]
         whole = measure(setup, setup.config.num_layers, FULL_ARMS, 0, [shortest])
@@ -177,8 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found["scaled_from_some_layers_over_measured"] = round(scaled / found["ms"], 4)
         result["all_layers"] = whole
     print(json.dumps(result, indent=2))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+    save(result, options.output)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 
 Call = Callable[[], torch.Tensor]
+PART = 2**26  # elements that are compared at once
+
+
+def save(result: dict, path: Path | None) -> None:
+    """Writes what was measured so far, if a file is wanted: after every part, so that a later one costs none before."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def milliseconds(
@@ -50,7 +59,13 @@ def medians(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
 
 
 def relative(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """RMS difference over the RMS of what is expected, row of the batch by row, as fp32 copies may be large."""
-    parts = [(a.float() - b.float()).square().sum() for a, b in zip(out, expected, strict=True)]
-    norms = [b.float().square().sum() for b in expected]
+    """RMS difference over the RMS of what is expected, of the same shape.
+
+    Part by part, as fp32 copies may be large, and in few parts, as packed rows are tens of thousands.
+    """
+    if out.shape != expected.shape:
+        raise ValueError(f"out has shape {tuple(out.shape)} and what is expected {tuple(expected.shape)}")
+    pairs = list(zip(*(x.reshape(-1).split(PART) for x in (out, expected)), strict=True))
+    parts = [(a.float() - b.float()).square().sum() for a, b in pairs]
+    norms = [b.float().square().sum() for _, b in pairs]
     return round((sum(parts) / sum(norms)).sqrt().item(), 6)

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measure import medians, milliseconds, relative
+from measure import medians, milliseconds, relative, save
 
 from attention_backend import AttentionBackend, AttentionMetadataState, AttentionSpec, select_backend
 from attention_backend.kv_cache import CachedAttention, Chunk, KVBatch, LayerKV, PagedKVCache, SessionGeometry
@@ -308,10 +308,6 @@ def main() -> None:
     backends = [select_backend(name, spec) for name in names]
     began_s = time.perf_counter()
     gpu = torch.cuda.get_device_name() if size.device == "cuda" else "none"
-    results = {}
-    for point in points(size):
-        results[point.name] = measure(size, point, backends, rounds)
-        print(f"{point.name}: {results[point.name]['median_ms']}", file=sys.stderr, flush=True)
     result = {
         "command": " ".join(["python", "benchmarks/paged_attention.py", *sys.argv[1:]]),
         "versions": {"gpu": gpu, "torch": torch.__version__}
@@ -321,13 +317,15 @@ def main() -> None:
         "conditions": f"{size.dtype}, {size.heads} heads of {size.head_dim}, {size.frame_tokens} tokens a frame, "
         f"chunks of {size.chunk_frames} frames and {FORWARDS} forwards, {size.layers} layers ({size.staged_layers} "
         f"staged); medians of {rounds} times",
-        "points": results,
-        "goals": goals(results, names),
-        "seconds": round(time.perf_counter() - began_s, 1),
+        "points": {},
     }
+    for point in points(size):
+        found = result["points"][point.name] = measure(size, point, backends, rounds)
+        result["goals"] = goals(result["points"], names)
+        result["seconds"] = round(time.perf_counter() - began_s, 1)
+        print(f"{point.name}: {found['median_ms']}", file=sys.stderr, flush=True)
+        save(result, options.output)
     print(json.dumps(result, indent=2))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from measure import save
 
 from visual_gen.config import CausalConfig
 from visual_gen.models.wan import WAN_PRESETS, CausalWanTransformer, WanConfig
@@ -97,8 +98,8 @@ def chunks_of(model: CausalWanTransformer, size: Size, settings: CausalConfig, c
 
 def timed(model: CausalWanTransformer, size: Size, settings: CausalConfig, count: int) -> list[float]:
     watch = Stopwatch(size.device)
-    stream = chunks_of(model, size, settings, count)
     watch.mark()
+    stream = chunks_of(model, size, settings, count)
     for _ in stream:
         watch.mark()
     return watch.milliseconds()
@@ -124,9 +125,9 @@ def long_run(model: CausalWanTransformer, size: Size, chunks: int, steps: int) -
     """Time and memory of the second and of the last `part` chunks of one stream."""
     settings = CausalConfig(recent_frames=LONG_RECENT_FRAMES, steps=CausalConfig().steps[:steps])
     watch, memory = Stopwatch(size.device), []
-    stream = chunks_of(model, size, settings, chunks)
     cuda = size.device == "cuda"
     watch.mark()
+    stream = chunks_of(model, size, settings, chunks)
     for i, _ in enumerate(stream, start=1):
         watch.mark()
         if cuda and i % size.part == 0:
@@ -172,8 +173,11 @@ def main() -> None:
     if options.smoke:
         options.rounds, options.long_chunks, options.long_steps = 1, 20, 1
 
-    began = time.perf_counter()
     size = (toy_size if options.smoke else full_size)(options.long_chunks)
+    if options.long_chunks < 2 * size.part:
+        parser.error(f"--long-chunks is {options.long_chunks}; the last {size.part} are compared with the second "
+                     f"{size.part}: at least {2 * size.part}")  # fmt: skip
+    began = time.perf_counter()
     compile_with = {"eager": None, "compiled": {"backend": "eager"} if options.smoke else {"mode": options.mode}}
     models = {name: make_model(size, options.backend, how) for name, how in compile_with.items()}
     device = "CPU" if size.device == "cpu" else torch.cuda.get_device_name()
@@ -189,13 +193,13 @@ def main() -> None:
         "short": short_run(models, size, options.rounds),
     }
     print(json.dumps(result["short"]), file=sys.stderr, flush=True)
+    save(result, options.output)
     del models["eager"]
     result["long"] = long_run(models["compiled"], size, options.long_chunks, options.long_steps)
     result["goals"] = goals(result["short"], result["long"])
     result["seconds"] = round(time.perf_counter() - began, 1)
     print(json.dumps(result, indent=2))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+    save(result, options.output)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -33,6 +32,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from measure import save
 from streams_kernels import kernels_part
 from streams_setup import FULL, STREAMS, TOY, Bench, Shape
 from torch._dynamo.utils import counters
@@ -278,32 +278,27 @@ def main() -> None:
         "batch": partial(batch_part, bench, options.modes), "sync": partial(sync_part, bench),
         "host": partial(host_part, bench), "kernels": partial(kernels_part, bench),
     }  # fmt: skip
-    parts, seconds = {}, {}
-    for part in PARTS:
-        if part in options.parts:
-            start = time.perf_counter()
-            parts[part] = run[part]()
-            seconds[part] = round(time.perf_counter() - start, 1)
-            print(f"{part}: {seconds[part]} s", file=sys.stderr, flush=True)
-    device = torch.cuda.get_device_name() if bench.cuda else "CPU"
-    shapes = {name: dataclasses.asdict(shape) for name, shape in size.shapes.items()}
     result = {
         "command": " ".join(["python", "benchmarks/streams.py", *sys.argv[1:]]),
-        "versions": {"device": device, "torch": torch.__version__}
+        "versions": {"device": torch.cuda.get_device_name() if bench.cuda else "CPU", "torch": torch.__version__}
         | installed_versions(("flash-attn-4", "nvidia-cutlass-dsl", "vllm", "triton")),
-        "self_attention": bench.choice,
         "conditions": f"{size.dtype}, {size.config.num_layers} layers of {size.config.hidden_size}, {size.text_rows} "
         f"text rows, no guidance; medians of {bench.rounds} rounds",
-        "shapes": shapes,
-        "parts": parts,
-        "goals": goals(parts),
-        "seconds_of_parts": seconds,
-        "seconds": round(time.perf_counter() - began, 1),
+        "shapes": {name: dataclasses.asdict(shape) for name, shape in size.shapes.items()},
+        "parts": {},
+        "seconds_of_parts": {},
     }
-    print(table(result))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "streams.json").write_text(json.dumps(result, indent=2) + "\n")
+    for part in [part for part in PARTS if part in options.parts]:
+        start = time.perf_counter()
+        result["parts"][part] = run[part]()
+        result["seconds_of_parts"][part] = round(time.perf_counter() - start, 1)
+        result["self_attention"], result["goals"] = bench.choice, goals(result["parts"])
+        result["seconds"] = round(time.perf_counter() - began, 1)
+        print(f"{part}: {result['seconds_of_parts'][part]} s", file=sys.stderr, flush=True)
+        save(result, options.out and options.out / "streams.json")
+    print(table(result))
 
 
 if __name__ == "__main__":

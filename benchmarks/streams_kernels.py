@@ -10,7 +10,8 @@ from measure import interleaved
 from streams_setup import STREAMS, Bench, Shape
 
 from attention_backend.kv_cache import CachedAttention
-from visual_gen.pipelines.rollout import stream_cache
+from visual_gen.pipelines.stream_loading import engine_cache
+from visual_gen.pipelines.stream_options import EngineOptions
 
 
 class Kernels:
@@ -18,7 +19,8 @@ class Kernels:
 
     def __init__(self, bench: Bench, shape: Shape) -> None:
         self.model, size = bench.model(), bench.size
-        cache = stream_cache(self.model, shape.settings, shape.frame_tokens, streams=STREAMS)
+        options = EngineOptions(max_streams=STREAMS)
+        cache = engine_cache(self.model, shape.settings, shape.frame_tokens, options, pads=0)
         self.chunk_tokens = shape.chunk_frames * shape.frame_tokens
         self.attend = CachedAttention(self.model.self_attention)
         self.inputs: dict[tuple[int, ...], torch.Tensor] = {}

@@ -186,6 +186,11 @@ class CausalConfig(_Section):
     def max_chunk_frames(self) -> int:
         return max(self.frames_per_chunk, self.first_chunk_frames or 0)
 
+    def frames_after(self, chunks: int, frames: int = 0) -> int:
+        """Latent frames of a stream that has `frames` and makes so many chunks more."""
+        first = self.first_chunk_frames if not frames else None
+        return frames + (first or self.frames_per_chunk) + (chunks - 1) * self.frames_per_chunk
+
     @property
     def timesteps(self) -> tuple[float, ...]:
         """The steps as flow_shift moves them: t = 1000 · shift · s / (1 + (shift - 1) · s) of s = step / 1000."""

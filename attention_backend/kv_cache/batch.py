@@ -17,12 +17,22 @@ class LayerKV:
     """What one attention site needs in one forward: where this chunk's K/V go, and what is visible."""
 
     # Written and read: pool [blocks, block_size, Hkv, D], rows [rows, Hkv, D], or [B, capacity, Hkv, D]; contiguous.
+    # Allocated apart: of two views of one storage that a call writes, inductor copies one, reading past its end.
     k: torch.Tensor
     v: torch.Tensor
     # int64 [total_q], rows of k viewed as [rows, Hkv, D]; with PaddedKV int64 [q], an index of dimension 1. A slice of
     # dimension 1 is the eager way of the contiguous cache: no graph serves two of them.
     slots: torch.Tensor | slice
     metadata: AttentionMetadata  # the same object in all layers
+
+    def __post_init__(self) -> None:
+        if torch.compiler.is_compiling():  # no address can be traced; what it is made of was checked outside
+            return
+        if self.k.untyped_storage().data_ptr() == self.v.untyped_storage().data_ptr():
+            raise KVCacheError(
+                f"k and v share one storage, at offsets {self.k.storage_offset()} and {self.v.storage_offset()} of it: "
+                "allocate each by itself"
+            )
 
 
 class KVBatch(ABC):

@@ -10,7 +10,7 @@ from attention_backend.interface import AttentionBackend
 from attention_backend.kv_cache.errors import KVCacheError
 from attention_backend.kv_cache.reads import Row
 
-READS = ("auto", "extent", "block_table", "staged")
+READS = ("extent", "block_table", "staged")
 
 
 def check_backend(
@@ -25,10 +25,12 @@ def check_backend(
         )
 
 
-def possible_reads(backend: AttentionBackend, read: str, staging_tokens: int) -> tuple[str, ...]:
+def possible_reads(
+    backend: AttentionBackend | type[AttentionBackend], read: str, staging_tokens: int
+) -> tuple[str, ...]:
     """Reads in the order in which they are taken; KVCacheError if there is none."""
-    if read not in READS:
-        raise KVCacheError(f"read is {read!r}; it must be one of {', '.join(READS)}")
+    if read not in ("auto", *READS):
+        raise KVCacheError(f"read is {read!r}; it must be one of auto, {', '.join(READS)}")
     varlen = backend.supports_extent_kv() or backend.supports_varlen()
     reasons = {
         "extent": None if backend.supports_extent_kv() else f"{backend.name} reads no extents",

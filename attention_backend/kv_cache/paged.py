@@ -5,6 +5,7 @@ Shape letters: H query heads, Hkv key/value heads, D head_dim, total_q the token
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +34,8 @@ class PagedKVCache:
     one run of blocks, else block_table, else staged. action_capacity: the most forward-only tokens of a row.
     max_frames: the largest window of any session, for bounds and table widths that stay the same whoever shares a
     forward; None: the largest window in the forward. KVCacheError on contradictions.
+
+    read_counts: of the batches given out, one for each forward, how many took which read and why.
     """
 
     def __init__(
@@ -77,7 +80,8 @@ class PagedKVCache:
             num_blocks = sizes.blocks_in_memory(memory_bytes, staging_tokens, block_size, per_row)
         check_count("num_blocks", num_blocks, 2)
         check_backend(backend, num_kv_heads, head_dim, dtype, torch.device(device))
-        self._reads = possible_reads(backend, read, staging_tokens)
+        self._reads, self._named_read = possible_reads(backend, read, staging_tokens), read != "auto"
+        self.read_counts: Counter[tuple[str, str]] = Counter()
         self.backend, self.frame_tokens, self.action_capacity = backend, frame_tokens, action_capacity
         self.block_size, self.max_frames = block_size, max_frames
         self.attention_metadata_state = attention_metadata_state or AttentionMetadataState()
@@ -176,6 +180,7 @@ class PagedKVCache:
             self.set_aside(batch.chunks)
         for row in rows:
             row.chunk._note_forward(row.branch, row.extra_tokens, staged=read == "staged")
+        self.read_counts[read, reason] += 1
         return batch
 
     @property
@@ -227,8 +232,10 @@ class PagedKVCache:
         return rows
 
     def _choose(self, rows: list[Row]) -> tuple[str, str]:
+        if self._named_read:
+            return self._reads[0], "named when the cache was made"
         if len(self._reads) == 1:
-            return self._reads[0], "the only read for this cache: by its `read`, or by what the backend can do"
+            return self._reads[0], f"the only one that {self.backend.name} and this cache can do"
         if "extent" in self._reads:
             if all(row.branch.is_run for row in rows):
                 return "extent", "every row is one run of blocks"

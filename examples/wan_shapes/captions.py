@@ -103,6 +103,9 @@ WITHOUT_BACKGROUND = (
     "there is {objects}",
     "a simple animation of {objects}, flat colors, smooth motion, clean edges",
 )
+# The caption of a clip whose own is left out, and so the negative prompt for guidance. The empty caption is not: it has
+# plain clips of its own, since without guidance a model this small cannot choose from all that clips can show.
+NO_CAPTION = "anything"
 # Stands for a word outside the vocabulary; the tokenizer gives it the id of <unk>.
 UNKNOWN_WORD = "<unk>"
 
@@ -182,7 +185,7 @@ def vocabulary() -> list[str]:
     """Every word a caption may hold, the three special tokens first: <pad> is 0, </s> 1 and <unk> 2."""
     lists = [COLOUR_WORDS, SHAPE_WORDS, BACKGROUND_WORDS, SIZE_WORDS, SPEED_WORDS, MOTION_PHRASES]
     phrases = [phrase for words in lists for group in words.values() for phrase in group]
-    phrases += [*COUNTERCLOCKWISE_WORDS, *UNNAMED_SHAPES, *WITH_BACKGROUND, *WITHOUT_BACKGROUND, "a an and"]
+    phrases += [*COUNTERCLOCKWISE_WORDS, *UNNAMED_SHAPES, *WITH_BACKGROUND, *WITHOUT_BACKGROUND, NO_CAPTION, "a an and"]
     text = " ".join(phrases).replace("{objects}", "").replace("{background}", "")
     for mark in ",.-":
         text = text.replace(mark, f" {mark} ")

@@ -32,7 +32,7 @@ def encode_causal_chunk(
     clips = [random_endless_clip(rng, kind, *size, starts[1:], held_out)
              for _ in range(settings.clips_per_chunk - num_plain)]
     texts = [text for clip in clips for _ in range(settings.captions_per_clip) for text in captions(rng, clip)]
-    clips += [plain_endless_clip(rng, kind, *size, held_out) for _ in range(num_plain)]
+    clips += [plain_endless_clip(rng, *size, held_out) for _ in range(num_plain)]
     texts += [""] * (num_plain * settings.captions_per_clip * 2)
     ids = tokenise(tokenizer, texts, settings.text_slots).view(len(clips), settings.captions_per_clip, 2, -1)
     switch = torch.tensor([0 if clip.then is None else starts.index(clip.switch_frame) for clip in clips])

@@ -74,16 +74,16 @@ class CausalTrainer(TransformerTrainer):
 
         A clip that changes goes over to its second text with the change; now and then the chunks before are read under
         the second text already, as after a switch that recomputes the window. Some clips, whatever they show, go on
-        under the empty text, as guidance asks for in a rollout, and their first chunk alone keeps its caption.
+        without a caption, as guidance asks for in a rollout, and their first chunk alone keeps its own.
         """
         settings, batch = self.settings, len(ids)
         chunk, switch = torch.arange(settings.chunks, device=self.device), switch.view(-1, 1)
         changes = switch > 0
-        dropped = self.random(batch, 1) < self.plan.empty_captions
+        dropped = self.random(batch, 1) < self.plan.dropped_captions
         recached = changes & (self.random(batch, 1) < settings.recached)
         noisy = torch.where(dropped, chunk >= 1, changes & (chunk >= switch))
         clean = noisy | recached | dropped
-        ids = torch.stack([ids[:, 0], torch.where(dropped, self.empty_ids, ids[:, 1])], 1)
+        ids = torch.stack([ids[:, 0], torch.where(dropped, self.no_caption_ids, ids[:, 1])], 1)
         pick = torch.randint(len(self.text_lengths), (batch,), generator=self.generator, device=self.device)
         return ChunkText(ids.long(), torch.cat([clean, noisy], 1), self.text_lengths[pick])
 

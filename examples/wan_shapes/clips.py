@@ -152,6 +152,17 @@ def random_background(rng: random.Random) -> tuple[str, tuple[float, ...]]:
     return background, _jittered(rng, BACKGROUNDS[background])
 
 
+def plain_clip(
+    rng: random.Random, num_frames: int, height: int, width: int,
+    held_out: frozenset[tuple[str, str, str]] = frozenset(),
+) -> Clip:
+    """What the empty caption stands for: one shape of ordinary size and speed on the default background."""
+    while True:
+        colour, shape, motion = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.choice(MOTIONS)
+        if visible_combination(shape, motion) and (colour, shape, motion) not in held_out:
+            return clip_for(rng, colour, shape, motion, DEFAULT_BACKGROUND, num_frames, height, width)
+
+
 def clip_for(
     rng: random.Random, colour: str, shape: str, motion: str, background: str, num_frames: int, height: int, width: int
 ) -> Clip:

@@ -50,11 +50,11 @@ class CausalDistiller(CausalTrainer):
 
     @torch.no_grad()
     def guided(self, context: Tensor, noisy: Tensor, level: Tensor, text: ChunkText) -> Tensor:
-        """The teacher's velocity, away from that under the empty text."""
-        empty = ChunkText(self.empty_ids.long().expand_as(text.ids), text.second, text.padded_lens)
+        """The teacher's velocity, away from that without a caption."""
+        without = ChunkText(self.no_caption_ids.long().expand_as(text.ids), text.second, text.padded_lens)
         towards, away = (
             self.velocity(self.teacher_forward, context, noisy, level, self.encoded(which, self.teacher_text_encoder))
-            for which in (text, empty)
+            for which in (text, without)
         )
         return away + self.settings.guidance_scale * (towards - away)
 

@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .captions import BACKGROUNDS, COLOURS, DIRECTIONS, MOTIONS, SHAPES, caption
+from .captions import (
+    BACKGROUNDS,
+    COLOURS,
+    DEFAULT_BACKGROUND,
+    DIRECTIONS,
+    MOTIONS,
+    SHAPES,
+    caption,
+    visible_combination,
+)
 from .clips import Clip, MovingShape, draw, random_background, random_shape
 from .combinations import ENDING_MOTIONS, Combination
 
@@ -98,12 +107,13 @@ def _changed(
 
 
 def plain_endless_clip(
-    rng: random.Random, kind: EndlessKind, num_frames: int, height: int, width: int,
-    held_out: frozenset[Combination] = frozenset(),
+    rng: random.Random, num_frames: int, height: int, width: int, held_out: frozenset[Combination] = frozenset()
 ) -> EndlessClip:
-    """One shape that goes on as it began, for the empty caption: any, as guidance leads away from what that shows."""
-    alone = replace(kind, two_shapes=0.0, switched=0.0)
-    return random_endless_clip(rng, alone, num_frames, height, width, (), held_out)
+    """For the empty caption: one shape of ordinary size and speed on the default background, as it goes on."""
+    while True:
+        colour, shape, motion = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.choice(ENDLESS_MOTIONS)
+        if visible_combination(shape, motion) and (colour, shape, motion) not in held_out:
+            return endless_clip_for(rng, colour, shape, motion, DEFAULT_BACKGROUND, num_frames, height, width)
 
 
 def endless_clip_for(

@@ -22,6 +22,7 @@ from torch import Tensor
 from visual_gen import WanPipeline
 from visual_gen.checkpoint import resolve_folder
 
+from .captions import NO_CAPTION
 from .combinations import Prompt, load_prompts
 from .measure import MEASURES
 from .scorecard import Scorecard, run_measures
@@ -55,7 +56,7 @@ class Evaluation(Scorecard):
         A clip that was asked for before is taken from then, unless it is to be made `again`.
         """
         # Without a second branch there is no negative prompt.
-        negatives = (negative_prompts or [""] * len(prompts)) if guidance_scale > 1 else [None] * len(prompts)
+        negatives = (negative_prompts or [NO_CAPTION] * len(prompts)) if guidance_scale > 1 else [None] * len(prompts)
         how = (num_frames, height, width, guidance_scale, text_length)
         wanted = [(row.prompt, row.seed, negative, *how) for row, negative in zip(prompts, negatives, strict=True)]
         missing = list(dict.fromkeys(key for key in wanted if again or key not in self.made))

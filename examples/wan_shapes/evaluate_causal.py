@@ -29,6 +29,7 @@ from visual_gen.pipelines.cpu_conv import OneDnnConv3d
 from visual_gen.pipelines.rollout import rollout_latents
 from visual_gen.pipelines.text import TextRows, encode, tokenize_all
 
+from .captions import NO_CAPTION
 from .causal_measure import MEASURES
 from .combinations import Prompt, load_prompts
 from .measure import shown
@@ -89,7 +90,7 @@ class CausalEvaluation(Scorecard):
         """Latents [1, C, F, h, w] of one stream, whose noise comes from the prompt's seed."""
         return rollout_latents(
             self.transformer, self.text(prompt.prompt), (SIZE // 8, SIZE // 8), num_chunks=num_chunks,
-            settings=self.stream, negative=self.text("") if self.guidance_scale > 1 else None,
+            settings=self.stream, negative=self.text(NO_CAPTION) if self.guidance_scale > 1 else None,
             guidance_scale=self.guidance_scale, generator=torch.Generator().manual_seed(prompt.seed),
             switches={chunk: self.text(later.prompt) for chunk, later in switches.items()},
         )

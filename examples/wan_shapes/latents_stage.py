@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .captions import caption, make_tokenizer
-from .clips import draw, random_clip
+from .clips import draw, plain_clip, random_clip
 from .combinations import held_out_combinations
 from .run_folder import Deadline, RunFolder
 from .settings import Settings
@@ -20,15 +20,11 @@ from .vae_stage import load_vae
 
 @dataclass(frozen=True)
 class LatentsPlan:
-    """A set of latents: the name of its state, how many clips, and how often a shape spins in them.
-
-    A share `plain` of the clips has one shape and the empty caption alone.
-    """
+    """A set of latents: the name of its state, how many clips, and how often a shape spins in them."""
 
     name: str
     clips: int
     spinning: float = 0.0
-    plain: float = 0.0
 
 
 def first_latents(settings: Settings) -> LatentsPlan:
@@ -36,7 +32,7 @@ def first_latents(settings: Settings) -> LatentsPlan:
 
 
 def refining_latents(settings: Settings) -> LatentsPlan:
-    return LatentsPlan("refine_latents", settings.refine_clips, settings.refine_spinning, settings.refine_plain)
+    return LatentsPlan("refine_latents", settings.refine_clips, settings.refine_spinning)
 
 
 def _size_of_chunk(settings: Settings, rng: random.Random) -> tuple[int, int, int]:
@@ -62,11 +58,11 @@ def encode_chunk(
     rng = random.Random(f"{settings.seed} {plan.name} {index}")
     size = _size_of_chunk(settings, rng)
     held_out = held_out_combinations()
-    num_plain = round(plan.plain * settings.clips_per_chunk)
+    num_plain = round(settings.plain * settings.clips_per_chunk)
     clips = [random_clip(rng, *size, held_out, spinning=plan.spinning)
              for _ in range(settings.clips_per_chunk - num_plain)]
     texts = [caption(rng, clip) for clip in clips for _ in range(settings.captions_per_clip)]
-    clips += [random_clip(rng, *size, held_out, two_shapes=0.0, spinning=plan.spinning) for _ in range(num_plain)]
+    clips += [plain_clip(rng, *size, held_out) for _ in range(num_plain)]
     texts += [""] * (num_plain * settings.captions_per_clip)
     ids = tokenise(tokenizer, texts, settings.text_slots).view(len(clips), settings.captions_per_clip, -1)
     return scaled_latents(vae, draw(clips, device)), ids.to(device)

@@ -54,6 +54,7 @@ class Settings(ModelSettings):
     cached_clips: int = 40960
     clips_per_chunk: int = 128
     captions_per_clip: int = 3
+    plain: float = 0.1  # share of clips for the empty caption, in both rounds
 
     # Transformer and text encoder together.
     tokens_per_step: int = 82944  # 256 clips of 33 frames at 96×96
@@ -62,13 +63,11 @@ class Settings(ModelSettings):
     learning_rate: float = 1e-3
     warmup_steps: int = 200
     ema_decay: float = 0.999
-    empty_captions: float = 0.1
+    dropped_captions: float = 0.1  # share of clips, in both rounds
     shorter_clips: float = 0.25  # share of steps with the last 8 frames cut off clips that are not the shortest
     # A second, shorter round, on what the first learns last: outlines at every angle.
     refine_clips: int = 20480
     refine_spinning: float = 0.6  # share of shapes that spin, besides those that happen to
-    refine_plain: float = 0.0  # share of clips of one shape for the empty caption
-    refine_empty_captions: float = 0.1  # of the other clips
     refine_steps: int = 2600
     refine_learning_rate: float = 6e-4
     refine_decay_share: float = 0.8
@@ -98,10 +97,10 @@ TOY = Settings(
     cached_clips=16,
     clips_per_chunk=4,
     captions_per_clip=2,
+    plain=0.25,
     tokens_per_step=64,
     transformer_steps=8,
     refine_clips=8,
-    refine_plain=0.25,
     refine_steps=4,
     warmup_steps=2,
 )

@@ -9,7 +9,7 @@ import torch
 
 from .run_folder import RunFolder
 from .settings import ModelSettings
-from .start_from import start_from_pipeline
+from .start_from import start_from_pipeline, start_from_vae
 
 MAX_STAGE_S = 480.0
 Stage = Callable[[RunFolder, torch.device, float], bool]  # True when it is finished
@@ -41,8 +41,10 @@ def run_stages(
     parser.add_argument("--stages", type=stage_with_limit, nargs="*", metavar="STAGE[=SECONDS]",
                         default=[(name, MAX_STAGE_S) for name in default],
                         help=f"default {' '.join(default)}; none: only change settings")
-    parser.add_argument("--start-from", type=Path, metavar="FOLDER",
-                        help="a folder that `export` wrote: its weights stand for the stages up to the transformer")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--start-from", type=Path, metavar="FOLDER",
+                       help="a folder that `export` wrote: its weights stand for the stages up to the transformer")
+    start.add_argument("--vae-from", type=Path, metavar="FOLDER", help="likewise, but of its weights the VAE alone")
     parser.add_argument("--toy", action="store_true", help="a tiny model for a few steps")
     parser.add_argument("--set", type=_setting, nargs="+", default=[], metavar="NAME=JSON", help="change settings")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -54,6 +56,8 @@ def run_stages(
     run = RunFolder(options.run, settings, dict(options.set))
     if options.start_from is not None:
         start_from_pipeline(run, options.start_from)
+    if options.vae_from is not None:
+        start_from_vae(run, options.vae_from)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     chosen = [stage for stage, _ in options.stages]
     run.log(f"stages {', '.join(chosen) or 'none'} on {name}, torch {torch.__version__}")

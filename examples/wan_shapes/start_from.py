@@ -22,17 +22,36 @@ def _weights(module: torch.nn.Module, loaded: torch.nn.Module, part: str) -> dic
     return state
 
 
+def _refuse_if_present(run: RunFolder, folder: Path, *names: str) -> None:
+    present = [name for name in names if run.load(name) is not None]
+    if present:
+        raise ValueError(f"{run.path} has {' and '.join(present)} already; start from {folder} in a new run")
+
+
+def _vae_state(run: RunFolder, folder: Path) -> dict:
+    loaded = AutoencoderKLWan.from_pretrained(folder / "vae", torch_dtype=torch.float32)
+    return {"vae": _weights(make_vae(run.settings), loaded, "vae"), "latents_mean": loaded.config.latents_mean,
+            "latents_std": loaded.config.latents_std, "done": True}
+
+
+def start_from_vae(run: RunFolder, folder: Path) -> None:
+    """Leaves the folder's VAE in the run as finished stage "vae".
+
+    Raises ValueError if the run has that stage already, or if the weights do not fit its settings.
+    """
+    _refuse_if_present(run, folder, "vae")
+    run.save("vae", _vae_state(run, folder))
+    run.log(f"start from the VAE in {folder}")
+
+
 def start_from_pipeline(run: RunFolder, folder: Path) -> None:
     """Leaves the folder's weights in the run as finished stages "vae" and "transformer".
 
     Raises ValueError if the run has either stage already, or if the weights do not fit its settings.
     """
-    present = [name for name in ("vae", "transformer") if run.load(name) is not None]
-    if present:
-        raise ValueError(f"{run.path} has {' and '.join(present)} already; start from {folder} in a new run")
+    _refuse_if_present(run, folder, "vae", "transformer")
     settings, how = run.settings, {"torch_dtype": torch.float32}
-    loaded_vae = AutoencoderKLWan.from_pretrained(folder / "vae", **how)
-    vae = _weights(make_vae(settings), loaded_vae, "vae")
+    vae = _vae_state(run, folder)
     transformer, text_encoder = make_transformer(settings), make_text_encoder(settings)
     transformer.load_state_dict(
         _weights(transformer, WanTransformer3DModel.from_pretrained(folder / "transformer", **how), "transformer"))
@@ -40,7 +59,6 @@ def start_from_pipeline(run: RunFolder, folder: Path) -> None:
         _weights(text_encoder, UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float32),
                  "text_encoder"))
     averages = [parameter.detach() for module in (transformer, text_encoder) for parameter in module.parameters()]
-    run.save("vae", {"vae": vae, "latents_mean": loaded_vae.config.latents_mean,
-                     "latents_std": loaded_vae.config.latents_std, "done": True})
+    run.save("vae", vae)
     run.save("transformer", {"averages": averages, "steps": 0, "done": True})
     run.log(f"start from the weights in {folder}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .captions import make_tokenizer
+from .captions import NO_CAPTION, make_tokenizer
 from .latents_stage import load_latents, tokenise
 from .models import FLOW_SHIFT, make_text_encoder, make_transformer
 from .muon import Muon
@@ -31,18 +31,18 @@ class Round:
     warmup_steps: int
     decay_share: float
     ema_decay: float
-    empty_captions: float  # share of the clips whose caption is left out
+    dropped_captions: float  # share of the clips whose caption is left out
 
 
 def first_round(settings: Settings) -> Round:
     return Round("transformer", None, "latents", settings.transformer_steps, settings.learning_rate,
-                 settings.warmup_steps, settings.decay_share, settings.ema_decay, settings.empty_captions)
+                 settings.warmup_steps, settings.decay_share, settings.ema_decay, settings.dropped_captions)
 
 
 def refining_round(settings: Settings) -> Round:
     return Round("refine", "transformer", "refine_latents", settings.refine_steps, settings.refine_learning_rate,
                  settings.warmup_steps, settings.refine_decay_share, settings.ema_decay,
-                 settings.refine_empty_captions)
+                 settings.dropped_captions)
 
 
 def learning_rate_at(plan: Round, step: int) -> float:
@@ -83,7 +83,7 @@ class TransformerTrainer:
             [parameter for parameter in self.parameters if id(parameter) not in of_muon], lr=self.learning_rate,
             betas=(0.9, 0.98), weight_decay=settings.weight_decay, fused=on_gpu, capturable=on_gpu,
         )
-        self.empty_ids = tokenise(make_tokenizer(), [""], settings.text_slots).to(device)
+        self.no_caption_ids = tokenise(make_tokenizer(), [NO_CAPTION], settings.text_slots).to(device)
         self.text_lengths = torch.tensor(settings.text_lengths, device=device)
         self.generator = torch.Generator(device)
         self.steps = 0
@@ -132,8 +132,8 @@ class TransformerTrainer:
         size = max(1, settings.tokens_per_step // (frames * height * width // 4))
         rows = torch.randint(len(latents), (size,), generator=generator, device=self.device)
         which = torch.randint(ids.shape[1], (size,), generator=generator, device=self.device)
-        empty = torch.rand(size, 1, generator=generator, device=self.device) < self.plan.empty_captions
-        return latents[rows, :, :frames].float(), torch.where(empty, self.empty_ids, ids[rows, which]).long()
+        dropped = torch.rand(size, 1, generator=generator, device=self.device) < self.plan.dropped_captions
+        return latents[rows, :, :frames].float(), torch.where(dropped, self.no_caption_ids, ids[rows, which]).long()
 
     def learn(self, latents: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """One step; returns the loss of every clip [B] and its noise level [B]."""

@@ -2,19 +2,32 @@ import json
 
 import pytest
 
-from attention_backend import flash_attn4
-from attention_backend import paged_flash_attn3 as flash_attn3
+from attention_backend import flash_attn4, paged_flash_attn3
 from attention_backend.kernel_probe import device_problem
 
+FLASH_KERNELS = {
+    "flash_attn4": flash_attn4.COMPUTE_MAJORS,
+    "paged_flash_attn3": paged_flash_attn3.COMPUTE_MAJORS,
+}
 
-@pytest.fixture(params=[flash_attn4.FlashAttention4Backend, flash_attn3.PagedFlashAttention3Backend])
-def flash_kernel(request):
-    """Each flash kernel's name, on the devices that it is for: only those may be missing."""
-    majors = {flash_attn4.FlashAttention4Backend: flash_attn4.COMPUTE_MAJORS}
-    problem = device_problem(majors.get(request.param, flash_attn3.COMPUTE_MAJORS))
-    if problem:
-        pytest.skip(problem)
-    return request.param.name
+
+@pytest.fixture
+def need_device_of():
+    """need_device_of(a flash kernel's name) skips where no device that it is for is here: only that may be missing."""
+
+    def need(name):
+        problem = device_problem(FLASH_KERNELS[name])
+        if problem:
+            pytest.skip(problem)
+
+    return need
+
+
+@pytest.fixture(params=FLASH_KERNELS)
+def flash_kernel(request, need_device_of):
+    """Each flash kernel's name, on the devices that it is for; parametrize it indirectly to have one alone."""
+    need_device_of(request.param)
+    return request.param
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +52,19 @@ def random_causal_folder(tmp_path_factory):
     shared = ["text_encoder", "tokenizer", "scheduler"]
     (folder / "shares.json").write_text(json.dumps(dict.fromkeys(shared, "wan-shapes")))
     return folder
+
+
+@pytest.fixture
+def register_narrowed(monkeypatch):
+    """register_narrowed(name, capabilities, block_size=16): sdpa under another name, able to do less."""
+    from attention_backend import register_backend, selection
+    from attention_backend.sdpa import SDPABackend
+
+    monkeypatch.setattr(selection, "_classes", dict(selection.backend_classes()))
+
+    def register(name, capabilities, block_size=16):
+        body = {"name": name, "capabilities": frozenset(capabilities), "preferred_block_size": block_size}
+        register_backend(type(name, (SDPABackend,), body))
+        return name
+
+    return register

@@ -12,6 +12,7 @@ from visual_gen.runtime.units import format_bytes, format_count
 
 MEMORY_ROWS = {
     "weights": "transformer weights",
+    "lora": "LoRA, unfused",
     "text_encoder": "text encoder weights",
     "vae": "VAE weights",
     "image_encoder": "image encoder weights",
@@ -92,6 +93,7 @@ def _print_stream(stream: StreamPlan) -> None:
         ("tokens of a chunk", f"{stream.chunk_tokens:,} in each row"),
         ("timesteps", ", ".join(f"{t:.1f}" for t in stream.timesteps) + ", then 0 to commit"),
         ("KV cache of a stream", f"{format_bytes(stream.kv_cache_bytes)}, in blocks of {stream.block_size} tokens"),
+        ("read of a fresh session", f"{stream.read.replace('_', ' ')} ({stream.read_reason})"),
         ("streams that fit beside the weights", fit),
     ):
         table.add_row(*row)

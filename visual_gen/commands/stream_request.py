@@ -38,9 +38,7 @@ class StreamRequest:
     @property
     def latent_frames(self) -> int:
         """Of each video."""
-        causal = self.config.causal
-        first = causal.first_chunk_frames or causal.frames_per_chunk
-        return first + (self.stream.chunks - 1) * causal.frames_per_chunk
+        return self.config.causal.frames_after(self.stream.chunks)
 
 
 def stream_request(arguments: argparse.Namespace) -> StreamRequest:

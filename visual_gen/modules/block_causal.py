@@ -89,7 +89,8 @@ def teacher_forcing_mask(
         start = window.chunk_start(q_frame)
         seen = window.visible(q_frame, k_frame)
         own = k_frame >= start  # and not behind the chunk, as `seen` has that
-        return seen & ((q_noisy & (k_noisy == own)) | (~q_noisy & ~k_noisy))
+        # No == between booleans: inductor cannot bound it.
+        return seen & ((q_noisy & own & k_noisy) | (~(q_noisy & own) & ~k_noisy))
 
     return _block_mask(visible, 2 * tokens, device)
 

@@ -53,6 +53,8 @@ class StreamEngine:
         **options,
     ) -> None:
         self.options = options = EngineOptions(**options)
+        if len(latent_size) != 2 or not all(isinstance(size, int) for size in latent_size):
+            raise ValueError(f"latent_size is {latent_size}; it must be (H, W), two integers")
         patches = transformer.config.patch_size[1:]
         if any(size % patch or size < patch for size, patch in zip(latent_size, patches, strict=True)):
             raise ValueError(f"latent_size is {latent_size}; both must be multiples of the patch {patches}")
@@ -76,6 +78,7 @@ class StreamEngine:
         self._record = EngineRecord(
             options.max_streams, options.rows, self.cache.free_blocks, self.cache.block_size,
             {role: {"backend": choice.name, "why": str(choice.why)} for role, choice in choices},
+            self.cache.read_counts,
         )  # fmt: skip
         self._room = StreamRoom(self.cache, self._texts, self._run.pads, options, self._record)
         self._scheduler = StreamScheduler(self._room, self._run, options.rows, self._record)
@@ -129,14 +132,15 @@ class StreamEngine:
         prompt: str | TextRows,
         *,
         negative_prompt: str | TextRows = "",
-        seed: int = 0,
+        seed: int | torch.Generator = 0,
         guidance_scale: float | None = None,
         sink_frames: int | None = None,
         recent_frames: int | None = None,
         steps: Sequence[float] | None = None,
         initial_latents: torch.Tensor | None = None,
     ) -> Stream:
-        """A stream that nothing is made of yet. None: the engine's setting.
+        """A stream that nothing is made of yet. None: the engine's setting. seed: of its noise, or the generator that
+        it is drawn from, which is then the stream's alone; to be restored from a snapshot, one on the model's device.
 
         guidance_scale above 1: two branches, with negative_prompt. initial_latents [C, F, H, W] or [1, C, F, H, W]:
         clean frames to continue from, which are committed now and not given back by take_latents. ValueError, with
@@ -151,7 +155,7 @@ class StreamEngine:
             first = first[0] if first.ndim == 5 and len(first) == 1 else first
             check_given("initial_latents", first, (self.transformer.config.out_channels, *self.latent_size))
             self._check_positions(first.shape[1])
-        generator = seeded(seed)
+        generator = seed if isinstance(seed, torch.Generator) else seeded(seed)
         try:
             text = tuple([self._take_text(name, each) for name, each in given.items()])
             session = self._room.make(
@@ -216,7 +220,7 @@ class StreamEngine:
                 self._room.close(each, "by its user")
 
     def _fork(self, stream: Stream, seed: int | None) -> Stream:
-        generator, history = seeded(seed or 0), stream._history
+        generator, history = seeded(seed or 0, stream._generator.device), stream._history
         if seed is not None:
             history = (*history[:-1], replace(history[-1], generator_state=generator.get_state()))
         try:

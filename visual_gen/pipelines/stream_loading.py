@@ -28,9 +28,6 @@ def engine_cache(
     """A cache for the options' streams of these settings, or of their memory_bytes, and for `pads` rows that fill a
     batch. Deterministic, it has settings' read, or the best that the backend has, and no other."""
     backend, config, branches = transformer.self_attention, transformer.config, options.branches
-    if options.deterministic and settings.read == "auto":
-        reads = {"extent": backend.supports_extent_kv(), "block_table": backend.supports_paged_kv(), "staged": True}
-        settings = settings.model_copy(update={"read": next(read for read, able in reads.items() if able)})
     size = stream_size(
         settings, frame_tokens, backend, branches=branches, rollback_chunks=options.kept_chunks,
         action_capacity=options.action_capacity,
@@ -42,8 +39,8 @@ def engine_cache(
         sizes = {"memory_bytes": options.memory_bytes}
     return PagedKVCache(
         config.num_layers, config.num_attention_heads, config.attention_head_dim, frame_tokens, **sizes,
-        block_size=size.block_size, read=settings.read, backend=backend, dtype=transformer.dtype,
-        device=transformer.device, action_capacity=options.action_capacity,
+        block_size=size.block_size, read=size.read if options.deterministic else settings.read, backend=backend,
+        dtype=transformer.dtype, device=transformer.device, action_capacity=options.action_capacity,
         staging_tokens=(options.max_streams * branches + pads) * size.staging_tokens // branches,
         attention_metadata_state=transformer.attention_metadata_state, max_frames=size.geometry.window_frames,
     )  # fmt: skip

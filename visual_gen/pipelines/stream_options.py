@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.pipelines.stream_forward import even_frames
 from visual_gen.pipelines.stream_state import check_guidance
+from visual_gen.runtime.streams import UNREAD_CHUNKS
 
 POLICIES = ("refuse", "evict_lru")
 
@@ -74,8 +75,8 @@ class EngineOptions:
 
     @property
     def kept_chunks(self) -> int:
-        """One more than a stream's own: a chunk is kept on trust until its check is read."""
-        return self.rollback_chunks + 1
+        """Of a stream, that can be taken back."""
+        return self.rollback_chunks + UNREAD_CHUNKS
 
     def buckets(self, transformer: CausalWanTransformer, frame_tokens: int, chunk_frames: int) -> list[int]:
         """Numbers of frames that forwards are filled up to; none if they are not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 # Of the last forwards, so that a server's memory does not grow.
@@ -28,13 +28,18 @@ class ForwardRecord:
 
 @dataclass
 class EngineRecord:
-    """Totals since the engine was made, and the last forwards. max_streams, num_blocks: what there is room for."""
+    """Totals since the engine was made, and the last forwards. max_streams, num_blocks: what there is room for.
+
+    read_counts: (read of the KV cache, why that one) → forwards so read; beside those in `forwards`, they are the ones
+    that commit given frames or compute a window anew.
+    """
 
     max_streams: int
     batch_rows: int
     num_blocks: int
     block_size: int
     attention: dict[str, dict[str, str]]
+    read_counts: Counter[tuple[str, str]]
     forwards: int = 0
     rows: int = 0
     pad_rows: int = 0

@@ -79,8 +79,8 @@ class StreamRoom:
         self._texts.keep([slot for stream in self.last_forward for slot in stream._slots])
 
 
-def seeded(seed: int) -> torch.Generator:
-    """On the CPU, so that a seed means the same noise whatever device the model is on."""
+def seeded(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """On the CPU unless said otherwise, so that a seed means the same noise whatever device the model is on."""
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise ValueError(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1")
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(device).manual_seed(seed)

@@ -13,24 +13,27 @@ from attention_backend import AUTO_ORDER, AUTO_ORDER_OF_CACHES, AttentionBackend
 from visual_gen.config import CROSS_KV_MODES, ConfigError, RunConfig
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanConfig, WanTransformer
+from visual_gen.models.wan.lora_file import LoRAFile
 from visual_gen.runtime.costs import activation_bytes, flops, image_kv_bytes, text_groups, text_kv_bytes, text_rows
 from visual_gen.runtime.model import Model, check_settings, required_model
 from visual_gen.runtime.prompts import clean_prompt
-from visual_gen.runtime.streams import stream_size
+from visual_gen.runtime.streams import UNREAD_CHUNKS, stream_size
 
 TOKENS_PER_WORD = 1.3  # of an English prompt with UMT5's tokenizer, roughly; only where there is no tokenizer to ask
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Of one causal stream: latent frames that are visible, tokens of a chunk, what its KV cache takes, and how many
-    streams the given memory holds beside the model (None: no memory was given)."""
+    """Of one causal stream: latent frames that are visible, tokens of a chunk, how a fresh session's cache is read and
+    why so, what the cache takes, and how many streams the given memory holds beside the model (None: no memory was
+    given)."""
 
     window_frames: int
     chunk_tokens: int
     timesteps: tuple[float, ...]
     block_size: int
     read: str
+    read_reason: str
     kv_cache_bytes: int
     streams_that_fit: int | None
 
@@ -41,9 +44,9 @@ class Plan:
 
     flops_per_step: multiplications and additions, 2 for each multiply-add, of all forwards of one denoising step.
     text_kv_bytes: keys and values of the text in all layers and rows, for each cross mode.
-    memory_bytes: expected peak of a denoising step on the device: weights (of the transformers that stay there),
-    text_encoder, vae and image_encoder (weights that the pipeline keeps there), text_kv (of images too), activations,
-    and their total.
+    memory_bytes: expected peak of a denoising step on the device: weights (of the transformers that stay there), lora
+    (unfused beside them; where there is any), text_encoder, vae and image_encoder (weights that the pipeline keeps
+    there), text_kv (of images too), activations, and their total.
     """
 
     source: str
@@ -76,9 +79,9 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
 
     text_lens: text tokens of each prompt and, under guidance, of the negative prompt at the end; None counts them with
     the checkpoint's tokenizer, or guesses from the words where there is none. Raises ValueError on sizes that the model
-    does not divide, on lengths that do not fit, if neither a local folder nor a preset says what the model is, and if
-    they contradict each other or the settings. device_memory_bytes: what the device has, for how many causal streams
-    fit.
+    does not divide, on lengths and LoRA files that do not fit, if neither a local folder nor a preset says what the
+    model is, and if they contradict each other or the settings. device_memory_bytes: what the device has, for how many
+    causal streams fit.
     """
     model = required_model(config)
     check_settings(model, config)
@@ -113,8 +116,11 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
     per_token = model.timestep_per_token and generation.image is not None
     activations = activation_bytes(wan, rows, tokens, dtype, per_token)
     parts = {"text_encoder": model.text_encoder, "vae": model.vae, "image_encoder": model.image_encoder}
+    # On the device also while the transformer that they belong to rests in host memory.
+    loras = [LoRAFile.open(lora.file, weights).num_bytes(weights) for lora in config.lora if lora.file.exists()]
     memory = {
         "weights": (1 if config.offload == "experts" else model.num_experts) * weight_bytes,
+        **({"lora": sum(loras)} if loras else {}),
         **{name: size.num_bytes(config.torch_dtype()) for name, size in parts.items() if size is not None},
         "text_kv": text_kv_now,
         "activations": activations,
@@ -164,7 +170,8 @@ def _stream(
     settings, wan, generation, dtype = config.causal, model.transformer, config.generation, config.torch_dtype()
     _, _, _, height, width = model.geometry.latent_shape(1, generation.num_frames, generation.height, generation.width)
     frame_tokens = height * width // math.prod(wan.patch_size[1:])
-    size = stream_size(settings, frame_tokens, _backend_class(config), branches=branches)
+    backend = _backend_class(config)
+    size = stream_size(settings, frame_tokens, backend, branches=branches, rollback_chunks=UNREAD_CHUNKS)
     chunk_tokens = settings.max_chunk_frames * frame_tokens
     kv_cache = size.num_bytes(wan, dtype)
     text = text_kv_bytes(wan, branches * generation.max_sequence_length, dtype)
@@ -178,7 +185,8 @@ def _stream(
         chunk_tokens=chunk_tokens,
         timesteps=settings.timesteps,
         block_size=size.block_size,
-        read=settings.read,
+        read=size.read,
+        read_reason="causal.read" if settings.read != "auto" else f"the first that {backend.name} can do",
         kv_cache_bytes=kv_cache,
         streams_that_fit=fit,
     )
@@ -240,6 +248,10 @@ def _notes(model: Model, config: RunConfig) -> tuple[str, ...]:
         notes.append(f"Not counted: the weights of {' and '.join(unknown)}, whose files are not in the folder, whole.")
     if model.transformer.image_dim is not None:
         notes.append("Not counted: the FLOPs of the image encoder.")
+    if any(lora.file.exists() for lora in config.lora):
+        notes.append("LoRA is counted unfused, as `generate` runs it; pipe.fuse_lora() brings its bytes to 0.")
+    if missing := [lora.path for lora in config.lora if not lora.file.exists()]:
+        notes.append(f"Not counted: LoRA of {', '.join(missing)}, which is not here.")
     if model.num_experts > 1:
         place = "the other rests in host memory" if config.offload == "experts" else "all stay on the device"
         notes.append(f"{model.num_experts} transformers of this size, of which one runs in each step; {place}.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attention_backend.kv_cache.checks import READS
 from visual_gen.config import RunConfig
 from visual_gen.runtime import plots
 from visual_gen.runtime.files import report_paths, written_whole
@@ -87,7 +88,7 @@ def build_stream_report(config: RunConfig, record: StreamRunRecord) -> dict[str,
     totals = {
         field.name: getattr(engine, field.name)
         for field in dataclasses.fields(engine)
-        if field.name not in ("timeline", "attention", "batch_sizes")
+        if field.name not in ("timeline", "attention", "read_counts", "batch_sizes")
     }
     return {
         **facts_of_run(config, record.device),
@@ -99,9 +100,9 @@ def build_stream_report(config: RunConfig, record: StreamRunRecord) -> dict[str,
             "checkpoint": record.checkpoint, "device": record.device, "frames": frames, **totals,
             "frames_per_second": round(frames / made, 2) if made else 0.0,
             "forwards_of_rows": [f"{count} of {rows}" for rows, count in sorted(engine.batch_sizes.items())],
-            "reads": sorted({forward.read for forward in engine.timeline}),
+            "reads": [f"{read.replace('_', ' ')} {_forwards(engine, read)}" for read in READS],
         },
-        "attention": engine.attention,
+        "attention": {role: choice | {"reads": _reads(engine, role)} for role, choice in engine.attention.items()},
         "cross_kv": {"mode": config.attention.cross_kv, "note": CROSS_KV_NOTES[config.attention.cross_kv]},
         "seconds": {"total": sum(record.stage_seconds.values()), "stages": record.stage_seconds},
         "peak_memory": dict(zip(("bytes", "kind"), record.peak_memory, strict=True)),
@@ -109,6 +110,18 @@ def build_stream_report(config: RunConfig, record: StreamRunRecord) -> dict[str,
         "batch_sizes": {str(rows): count for rows, count in sorted(engine.batch_sizes.items())},
         "timeline": _timeline(engine, record.started_s),
     }  # fmt: skip
+
+
+def _reads(engine: EngineRecord, role: str) -> list[dict[str, Any]]:
+    """How a role's keys and values were read, by how many forwards, and why so; what was most, first."""
+    counts = engine.read_counts.most_common()
+    if role != "self":
+        counts = [(("extent", "every row's prompt lies in one piece in the text pool"), engine.read_counts.total())]
+    return [{"read": read, "forwards": forwards, "why": why} for (read, why), forwards in counts]
+
+
+def _forwards(engine: EngineRecord, read: str) -> int:
+    return sum(forwards for (taken, _), forwards in engine.read_counts.items() if taken == read)
 
 
 def _timeline(engine: EngineRecord, started_s: float) -> dict[str, list[Any]]:

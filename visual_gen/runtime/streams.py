@@ -8,18 +8,25 @@ import torch
 
 from attention_backend import AttentionBackend
 from attention_backend.kv_cache import SessionGeometry
+from attention_backend.kv_cache.checks import possible_reads
 from attention_backend.kv_cache.geometry import GUARD_ROWS
 from attention_backend.kv_cache.sizes import choose_block_size, row_bytes
 from visual_gen.config import CausalConfig
 from visual_gen.models.wan import WanConfig
 
+# Committed chunks that a stream keeps takeable back beside those that its user may: the last one is committed before it
+# is known whether it is finite.
+UNREAD_CHUNKS = 1
+
 
 @dataclass(frozen=True)
 class StreamSize:
-    """What one stream takes: blocks of block_size tokens, and rows of the staging buffer, both in all layers."""
+    """What one stream takes: blocks of block_size tokens, and rows of the staging buffer, both in all layers. read: the
+    one that it is read by while its blocks are one run."""
 
     geometry: SessionGeometry
     block_size: int
+    read: str
     num_blocks: int
     staging_tokens: int
 
@@ -38,7 +45,8 @@ def stream_size(
     action_capacity: int = 0,
 ) -> StreamSize:
     """Of a stream read through `backend`. frame_tokens: tokens of a latent frame; branches: of guidance;
-    rollback_chunks: how many committed chunks it can take back; action_capacity: its most forward-only tokens."""
+    rollback_chunks: how many committed chunks it can take back; action_capacity: its most forward-only tokens.
+    ValueError if the backend cannot read as the settings say."""
     geometry = SessionGeometry(
         frame_tokens=frame_tokens,
         sink_frames=settings.sink_frames,
@@ -50,9 +58,7 @@ def stream_size(
     )
     size = settings.block_size
     size = choose_block_size(backend, frame_tokens) if size == "auto" else size
-    auto, extents = settings.read == "auto", backend.supports_extent_kv()
-    run = settings.read == "extent" or (auto and extents)
-    staged = settings.read == "staged" or (auto and not extents and not backend.supports_paged_kv())
-    blocks = geometry.branch_blocks(size, run=run) + geometry.journal_blocks(size)
-    rows = geometry.capacity_tokens + GUARD_ROWS if staged else 0
-    return StreamSize(geometry, size, branches * blocks, branches * rows)
+    staging = geometry.capacity_tokens + GUARD_ROWS
+    read = possible_reads(backend, settings.read, staging)[0]
+    blocks = geometry.branch_blocks(size, run=read == "extent") + geometry.journal_blocks(size)
+    return StreamSize(geometry, size, read, branches * blocks, branches * staging if read == "staged" else 0)

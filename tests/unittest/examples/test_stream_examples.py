@@ -4,7 +4,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import av
 import pytest
 
 ROOT = Path(__file__).parents[3]
@@ -25,6 +24,8 @@ def run(monkeypatch, tmp_path):
 
 
 def frames(file: Path) -> int:
+    import av
+
     with av.open(str(file)) as container:
         return sum(1 for _ in container.decode(video=0))
 

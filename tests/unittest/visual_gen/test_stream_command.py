@@ -7,12 +7,12 @@ import shutil
 import signal
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 
 from visual_gen.checkpoint import resolve_folder
 from visual_gen.cli import main
+from visual_gen.commands import stream_videos
 from visual_gen.commands.stream_request import parse_switches
 from visual_gen.commands.stream_videos import Spread
 from visual_gen.config import ConfigError
@@ -45,6 +45,8 @@ def names(folder: Path) -> list[str]:
 
 
 def pixels(file: Path) -> np.ndarray:
+    import av
+
     with av.open(str(file)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
@@ -77,7 +79,15 @@ def test_a_stream_is_a_video_and_a_report(stream, random_causal_folder, tmp_path
     assert set(report["seconds"]["stages"]) == {"load", "denoise", "decode", "write"}
     assert report["run"]["frames"] == 21 and report["frames_per_second"] > 0
     assert not report["interrupted"] and report["checkpoint_label"] == "random weights"
+    assert report["run"]["reads"] == ["extent 9", "block table 0", "staged 0"]
+    assert report["attention"]["self"]["reads"] == [
+        {"read": "extent", "forwards": 9, "why": "every row is one run of blocks"}
+    ]
+    assert report["attention"]["cross_text"]["reads"] == [
+        {"read": "extent", "forwards": 9, "why": "every row's prompt lies in one piece in the text pool"}
+    ]
     page = (tmp_path / "out.report.html").read_text()
+    assert "extent in 9 forwards: every row is one run of blocks" in page and "extent 9, block table 0" in page
     assert "a red &lt;b&gt;circle" in page and "<b>circle" not in page
     assert page.count("<svg") == 2 and page.count("data:image/png;base64,") == 1
     assert "rows of each forward" in page and "blocks in use, of" in page
@@ -91,6 +101,16 @@ def test_a_seed_gives_one_video_and_another_another(stream, tmp_path):
     assert names(tmp_path) == ["out.mp4"]
     assert np.abs(videos[0] - videos[1]).max() <= 2
     assert np.abs(videos[0] - videos[2]).max() > 2
+
+
+@pytest.mark.parametrize(("read", "reads"), [("block_table", "block table 3"), ("staged", "staged 3")])
+def test_the_report_says_which_read_ran(stream, tmp_path, read, reads):
+    assert stream("--chunks", "1", "--set", f"causal.read={read}") == 0
+    report = report_of(tmp_path)
+    [taken] = report["attention"]["self"]["reads"]
+    assert taken == {"read": read, "forwards": 3, "why": "named when the cache was made"}
+    assert report["timeline"]["read"] == [read] * 3 and reads in report["run"]["reads"]
+    assert f"{reads.removesuffix(' 3')} in 3 forwards: named" in (tmp_path / "out.report.html").read_text()
 
 
 def test_sessions_are_made_in_one_batch_with_a_prompt_and_a_seed_each(stream, tmp_path):
@@ -115,6 +135,8 @@ def test_sessions_are_made_in_one_batch_with_a_prompt_and_a_seed_each(stream, tm
     [("generation.fps=9", lambda v: float(v.average_rate) == 9), ("generation.height=48", lambda v: v.height == 48)],
 )
 def test_a_setting_reaches_the_video(stream, tmp_path, setting, changed):
+    import av
+
     assert stream("--chunks", "1", "--set", setting, "--set", "output.report=false") == 0
     with av.open(str(tmp_path / "out.mp4")) as container:
         assert changed(container.streams.video[0])
@@ -286,9 +308,25 @@ def test_streams_that_do_not_fit_are_refused_before_any_weights(stream, monkeypa
     assert names(tmp_path) == []
 
 
+class CountedFrames:
+    """In VideoWriter's place: how many frames there were, and no file."""
+
+    def __init__(self, path, fps, *, crf):
+        self.path, self.frames = path, 0
+
+    def append(self, frames):
+        assert frames.dtype == np.uint8 and frames.shape[1:] == (32, 32, 3)
+        self.frames += len(frames)
+
+    def finish(self):
+        return self.frames > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_streams_on_a_gpu(stream, tmp_path, dtype):
+def test_streams_on_a_gpu(stream, tmp_path, monkeypatch, dtype):
+    """Without the encoder: it runs on the CPU, where the tests above cover it, and machines with cards may lack it."""
+    monkeypatch.setattr(stream_videos, "VideoWriter", CountedFrames)
     settings = ["--set", "device=cuda", "--set", f"dtype={dtype}"]
     assert stream("--sessions", "2", "--switch", "1:a blue square", "--recache", "window", *settings) == 0
     report = report_of(tmp_path)

@@ -7,7 +7,8 @@ import pytest
 from visual_gen.cli import main
 from visual_gen.config import CausalConfig, RunConfig, load_config
 from visual_gen.models.wan import CausalWanTransformer, WanConfig
-from visual_gen.pipelines.rollout import stream_cache
+from visual_gen.pipelines.stream_loading import engine_cache
+from visual_gen.pipelines.stream_options import EngineOptions
 from visual_gen.runtime.plan import plan
 
 SMALL = {"frames_per_chunk": 2, "recent_frames": 4}
@@ -47,21 +48,22 @@ def planned(tmp_path):
 )
 def test_the_bytes_are_those_of_the_cache_that_a_stream_makes(planned, changes, scale):
     found = planned(SMALL | changes, f"generation.guidance_scale={scale}").stream
-    settings, branches = CausalConfig(**(SMALL | changes)), 1 if scale == 1 else 2
+    settings, options = CausalConfig(**(SMALL | changes)), EngineOptions(guidance_scale=scale, max_streams=1)
     config = WanConfig(num_attention_heads=4, attention_head_dim=64, ffn_dim=32, num_layers=8, in_channels=8)
-    cache = stream_cache(CausalWanTransformer(config), settings, 36, branches=branches)
+    cache = engine_cache(CausalWanTransformer(config), settings, 36, options, pads=0)
     null_block = cache.memory_bytes - cache.pool.rows.nbytes * cache.free_blocks // (cache.free_blocks + 1)
     null_block -= cache.staging.rows.nbytes if cache.staging else 0
     assert found.kv_cache_bytes == cache.memory_bytes - null_block
     assert found.block_size == cache.block_size
     assert found.chunk_tokens == 36 * settings.max_chunk_frames
     assert found.window_frames == settings.sink_frames + settings.recent_frames
-    assert (found.timesteps, found.read) == (settings.timesteps, settings.read)
+    assert found.timesteps == settings.timesteps
     with cache.open_session(
-        sink_frames=settings.sink_frames, recent_frames=settings.recent_frames, branches=branches,
-        max_chunk_frames=settings.max_chunk_frames,
-    ):  # fmt: skip
+        sink_frames=settings.sink_frames, recent_frames=settings.recent_frames, branches=options.branches,
+        max_chunk_frames=settings.max_chunk_frames, rollback_chunks=options.kept_chunks,
+    ) as session, session.begin(1) as chunk:  # fmt: skip
         assert cache.free_blocks == 0
+        assert found.read == cache.batch([chunk]).read == settings.read.replace("auto", "extent")
 
 
 def test_streams_fit_into_what_the_weights_leave(planned):
@@ -85,6 +87,26 @@ def test_the_block_size_follows_the_backend_and_the_frame(planned, backend, dtyp
     assert found.block_size == size  # 36 tokens a frame
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "read"),
+    [({"extent_kv", "paged_kv"}, "extent"), ({"varlen", "paged_kv"}, "block_table"), ({"varlen"}, "staged")],
+)
+def test_the_read_follows_what_the_backend_can_do(planned, register_narrowed, capabilities, read):
+    name = register_narrowed("narrow", capabilities)
+    found = planned(SMALL, f"attention.self={name}").stream
+    assert (found.read, found.read_reason) == (read, "the first that narrow can do")
+
+
+def test_a_read_that_the_backend_cannot_do_is_refused(planned, register_narrowed):
+    with pytest.raises(ValueError, match="read is 'extent' but narrow reads no extents; read='auto' takes what"):
+        planned(SMALL | {"read": "extent"}, f"attention.self={register_narrowed('narrow', {'varlen'})}")
+
+
+def test_a_read_that_is_named_is_said_to_be(planned):
+    found = planned(SMALL | {"read": "block_table"}).stream
+    assert (found.read, found.read_reason) == ("block_table", "causal.read")
+
+
 def test_an_unknown_backend_is_named(planned):
     with pytest.raises(ValueError, match="attention.self = 'fa9': no such backend"):
         planned(SMALL, "attention.self=fa9")
@@ -97,10 +119,12 @@ def file(tmp_path):
     return str(path)
 
 
-def test_plan_shows_a_stream_and_how_many_fit(file, capsys):
+def test_plan_shows_a_stream_and_how_many_fit(file, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     assert main(["plan", "--config", file]) == 0
     out = capsys.readouterr().out
     assert "visible latent frames" in out and "4,680 in each row" in out and "give --memory-gib" in out
+    assert "extent (the first that paged_flash_attn3 can do)" in out
     assert main(["plan", "--config", file, "--memory-gib", "139", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stream"]["streams_that_fit"] > 10
 

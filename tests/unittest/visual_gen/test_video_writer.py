@@ -1,6 +1,5 @@
 import os
 
-import av
 import numpy as np
 import pytest
 
@@ -13,11 +12,15 @@ def frames(count: int, size: tuple[int, int] = (32, 48), seed: int = 0) -> np.nd
 
 
 def decoded(path) -> np.ndarray:
+    import av
+
     with av.open(str(path)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
 def test_frames_in_parts_make_the_file_that_they_make_at_once(tmp_path):
+    import av
+
     clip = frames(11)
     write_video(tmp_path / "whole.mp4", clip, 12.5, crf=0)
     with VideoWriter(tmp_path / "parts.mp4", 12.5, crf=0) as writer:

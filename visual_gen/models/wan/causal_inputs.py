@@ -7,6 +7,7 @@ D head_dim, H, W latent height and width.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -79,6 +80,9 @@ class CausalGraph:
             for _ in range(2):
                 run(*call)
         torch.cuda.current_stream().wait_stream(stream)
+        # A dropped engine is a cycle and keeps its graphs until the collector comes. If it came during a capture,
+        # freeing them would break it, and with it the device's random numbers for the rest of the process.
+        gc.collect()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._out = run(*call)

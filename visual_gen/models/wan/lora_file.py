@@ -126,6 +126,16 @@ class LoRAFile:
         }
         return low_rank, whole
 
+    def num_bytes(self, model: nn.Module) -> int:
+        """Bytes that it takes on the device beside the weights of `model` until it is fused; then it takes none. Whole
+        differences never take any: they are added to the weights, whose originals stay on the host."""
+        total = 0
+        for parameter, found in self.low_rank.items():
+            keys = [key for _, down, up, _ in found for key in (down, up)]
+            elements = sum(torch.Size(self.files.shapes[key]).numel() for key in keys)
+            total += (elements + 1) * model.get_parameter(parameter).element_size()  # and the scale
+        return total
+
 
 class _Names:
     """Module names in diffusers' and the authors' words, with dots or underscores → those of diffusers."""

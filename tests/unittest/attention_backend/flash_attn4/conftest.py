@@ -1,11 +1,9 @@
-"""A stand-in for the kernel package on the CPU, and a device for the gpu tests."""
+"""A stand-in for the kernel package on the CPU."""
 
 import pytest
 import torch
 
-from attention_backend import flash_attn4
 from attention_backend import flash_attn4_ops as ops
-from attention_backend.kernel_probe import device_problem
 
 
 class Kernel:
@@ -76,10 +74,3 @@ def kernel(monkeypatch, oracle):
     monkeypatch.setattr(ops, "kernel_package", lambda: stand_in)
     monkeypatch.setattr(ops, "score_modifiers", lambda: StandInModifiers)
     return stand_in
-
-
-@pytest.fixture
-def fa4_device():
-    problem = device_problem(flash_attn4.COMPUTE_MAJORS)
-    if problem:
-        pytest.skip(problem)

@@ -8,7 +8,11 @@ import torch
 
 from attention_backend import AttentionBackendError, AttentionMetadataState, AttentionSpec, PaddedKV, select_backend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fa4_device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("flash_kernel"),
+    pytest.mark.parametrize("flash_kernel", ["flash_attn4"], indirect=True),
+]
 
 DEVICE, DTYPE, HEADS, HEAD_DIM = "cuda", torch.bfloat16, 4, 128
 

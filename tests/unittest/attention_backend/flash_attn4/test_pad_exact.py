@@ -36,14 +36,14 @@ class OnCPU(FlashAttention4Backend):
 
 
 @pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
-def place(request):
+def place(request, need_device_of):
     """(device, dtype, backend class)."""
     torch._dynamo.reset()
     if request.param == "stand-in":
         request.getfixturevalue("kernel")
         yield "cpu", torch.float32, OnCPU
     else:
-        request.getfixturevalue("fa4_device")
+        need_device_of("flash_attn4")
         yield "cuda", torch.bfloat16, FlashAttention4Backend
     torch._dynamo.reset()
 

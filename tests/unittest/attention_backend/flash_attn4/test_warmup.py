@@ -142,9 +142,9 @@ def test_a_model_that_is_not_known_here_is_bad_input(capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("fa4_device")
-def test_what_was_warmed_up_is_not_compiled_again(monkeypatch):
+def test_what_was_warmed_up_is_not_compiled_again(monkeypatch, need_device_of):
     """A request of the warmed configuration reaches the kernel package's compiler no more."""
+    need_device_of("flash_attn4")
     import cutlass.cute
 
     from visual_gen.models.wan import WanTransformer

@@ -165,19 +165,3 @@ def harness(oracle):
 @pytest.fixture
 def make_harness(oracle):
     return lambda **options: Harness(oracle, **options)
-
-
-@pytest.fixture
-def register_narrowed(monkeypatch):
-    """register_narrowed(name, capabilities, block_size=16): sdpa under another name, able to do less."""
-    from attention_backend import register_backend, selection
-    from attention_backend.sdpa import SDPABackend
-
-    monkeypatch.setattr(selection, "_classes", dict(selection.backend_classes()))
-
-    def register(name, capabilities, block_size=16):
-        body = {"name": name, "capabilities": frozenset(capabilities), "preferred_block_size": block_size}
-        register_backend(type(name, (SDPABackend,), body))
-        return name
-
-    return register

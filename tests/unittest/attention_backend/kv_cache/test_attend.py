@@ -53,17 +53,14 @@ def test_one_graph_serves_all_layers_sessions_windows_denoise_and_commit(harness
     assert counter.frame_count <= 2, "another number of rows is once more, with shapes left open"
 
 
-def test_k_and_v_may_be_halves_of_one_tensor(harness):
-    """As another owner of a cache may have them; that no copy of them is made is shown on a GPU."""
+def test_k_and_v_must_be_allocated_apart(harness):
+    """A compiled call would copy one of two halves of a tensor, from its start to the length of the whole."""
     both = torch.zeros(2, 400, 16, 2, 8)
     state = harness.cache().attention_metadata_state
     metadata = state.extent_kv("self", [16], [24], 6400, "cpu", max_seqlen_kv=24, q_lens=[24])
-    layer = LayerKV(both[0], both[1], torch.arange(16, 40), metadata)
-    compiled = torch.compile(block(harness.attend), backend="aot_eager", fullgraph=True)
-    for q, k, v in harness.inputs(24):
-        harness.compare(q, k, v, compiled(q, k, v, layer))
-        assert torch.equal(both[0].view(-1, 2, 8)[16:40], k) and torch.equal(both[1].view(-1, 2, 8)[16:40], v)
-    assert both[:, 0].eq(0).all()
+    with pytest.raises(KVCacheError, match="share one storage, at offsets 0 and 102400 of it: allocate each by itself"):
+        LayerKV(both[0], both[1], torch.arange(16, 40), metadata)
+    LayerKV(both[0], both[1].clone(), torch.arange(16, 40), metadata)
 
 
 FORMS = ["extent", "packed", "paged", "padded"]
@@ -149,7 +146,7 @@ def test_views_are_written_as_their_copies_are(view, dtype):
     results = []
     for change in (lambda x: x, views[view]):
         q, k, v, layer = call("extent", torch.Generator().manual_seed(2), dtype)
-        out = cached(change(q), change(k), change(v), layer)
+        out = cached(q, change(k), change(v), layer)  # q is not written; a kernel may round it by its alignment
         results.append((out, layer.k, layer.v))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -277,6 +277,8 @@ def test_auto_takes_extents_where_all_rows_are_runs_else_block_tables(harness):
         chunk.abort()
     for _ in range(4):
         harness.step(cache, [streams[2], big])
+    expected = {(first.read, first.read_reason): 1, (batch.read, batch.read_reason): 1 + 4 * 2}
+    assert cache.read_counts == expected, "one for each forward, whatever the layers and rows"
 
 
 @pytest.mark.parametrize(
@@ -294,6 +296,7 @@ def test_auto_takes_what_the_backend_can_do(make_harness, register_narrowed, cap
     assert isinstance(
         batch.layer(0).metadata, {"block_table": PagedKV, "staged": PackedKV, "extent": ExtentKV}[expected]
     )
+    assert cache.read_counts == {(expected, "the only one that narrow and this cache can do"): 4 * 2 + 1}
 
 
 def test_reads_that_cannot_be_are_refused_when_the_cache_is_made(make_harness, register_narrowed):

@@ -9,10 +9,9 @@ import types
 import pytest
 import torch
 
-from attention_backend import AttentionSpec, paged_flash_attn3
+from attention_backend import AttentionSpec
 from attention_backend import paged_flash_attn3_builds as builds
 from attention_backend import paged_flash_attn3_ops as ops
-from attention_backend.kernel_probe import device_problem
 from attention_backend.paged_flash_attn3 import PagedFlashAttention3Backend
 
 VLLM_SCHEMA = (
@@ -212,10 +211,3 @@ def backend_for():
         return OnCPU(spec)
 
     return make
-
-
-@pytest.fixture
-def fa3_device():
-    problem = device_problem(paged_flash_attn3.COMPUTE_MAJORS)
-    if problem:
-        pytest.skip(problem)

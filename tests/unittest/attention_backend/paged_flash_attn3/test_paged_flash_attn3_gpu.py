@@ -6,7 +6,11 @@ import torch
 from attention_backend import AttentionMetadataState, AttentionSpec, select_backend
 from attention_backend.paged_flash_attn3_builds import find_build
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fa3_device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("flash_kernel"),
+    pytest.mark.parametrize("flash_kernel", ["paged_flash_attn3"], indirect=True),
+]
 
 NAME, DEVICE = "paged_flash_attn3", "cuda"
 FRAME_TOKENS, HISTORIES = 1560, (21, 9, 3, 15)  # a causal Wan's latent frames at 480p

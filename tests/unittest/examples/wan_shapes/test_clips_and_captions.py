@@ -10,13 +10,15 @@ from examples.wan_shapes.captions import (
     BACKGROUND_WORDS,
     COLOUR_WORDS,
     DEFAULT_BACKGROUND,
+    MOTIONS,
+    NO_CAPTION,
     SHAPE_WORDS,
     UNKNOWN_WORD,
     caption,
     make_tokenizer,
     vocabulary,
 )
-from examples.wan_shapes.clips import clip_for, draw, place_shape, random_clip
+from examples.wan_shapes.clips import clip_for, draw, place_shape, plain_clip, random_clip
 from examples.wan_shapes.combinations import (
     all_combinations,
     as_prompts,
@@ -128,6 +130,21 @@ def test_the_empty_prompt_is_its_end_token_and_strangers_are_unknown():
     tokenizer = make_tokenizer()
     assert tokenizer("").input_ids == [1]
     assert tokenizer("A Red zeppelin").input_ids[2] == vocabulary().index(UNKNOWN_WORD)
+
+
+def test_no_caption_is_a_text_of_its_own():
+    assert vocabulary().index(NO_CAPTION) in make_tokenizer()(NO_CAPTION).input_ids
+    rng = random.Random(5)
+    assert not any(NO_CAPTION in caption(rng, clip) for clip in random_clips(400))
+
+
+def test_a_plain_clip_is_one_ordinary_shape_on_black():
+    clips = [plain_clip(random.Random(seed), 17, 96, 96, held_out_combinations()) for seed in range(200)]
+    assert {(len(clip.shapes), clip.background) for clip in clips} == {(1, DEFAULT_BACKGROUND)}
+    shapes = [clip.shapes[0] for clip in clips]
+    assert {(shape.size, shape.speed) for shape in shapes} == {(None, None)}
+    assert {shape.motion for shape in shapes} == set(MOTIONS)
+    assert not held_out_combinations() & {(shape.colour, shape.shape, shape.motion) for shape in shapes}
 
 
 def test_clip_for_shows_what_it_is_asked_for():

@@ -71,9 +71,15 @@ def test_clips_are_as_varied_as_their_kind_says():
     assert 0.4 < sum(shape.motion == "spinning" for shape in shapes) / len(shapes) < 0.65
     assert 60 < sum(clip.then is not None for clip in clips) < 120
     assert all((captions(random.Random(0), clip)[1] == "") is (clip.then is None) for clip in clips)
-    kind = EndlessKind(spinning=0.5, two_shapes=1.0, switched=1.0)
-    plain = [plain_endless_clip(random.Random(seed), kind, 69, 96, 96) for seed in range(20)]
-    assert {(len(clip.first.shapes), clip.first.wraps, clip.then) for clip in plain} == {(1, True, None)}
+
+
+def test_a_plain_clip_is_one_ordinary_shape_on_black_without_end():
+    plain = [plain_endless_clip(random.Random(seed), 69, 96, 96, held_out_combinations()) for seed in range(100)]
+    assert {(clip.first.background, clip.first.wraps, clip.then) for clip in plain} == {("black", True, None)}
+    shapes = [shape for clip in plain for shape in clip.first.shapes]
+    assert len(shapes) == 100 and {(shape.size, shape.speed) for shape in shapes} == {(None, None)}
+    assert {shape.motion for shape in shapes} == set(MOTIONS) - set(ENDING_MOTIONS)
+    assert not held_out_combinations() & {(shape.colour, shape.shape, shape.motion) for shape in shapes}
 
 
 def test_clips_that_wrap_and_clips_that_do_not_are_not_drawn_together():

@@ -220,19 +220,19 @@ def test_what_a_chunk_sees_ends_with_its_window(trainer):
 
 def test_texts_go_where_the_clip_changes(trainer):
     ids, batch = torch.zeros(64, 2, 48, dtype=torch.long), 64
-    trainer.plan = replace(trainer.plan, empty_captions=0.0)
+    trainer.plan = replace(trainer.plan, dropped_captions=0.0)
     trainer.settings = replace(trainer.settings, recached=0.0)
     text = trainer.place_texts(ids, torch.tensor([0, 1, 2, 0] * 16))
     assert text.second[:4].int().tolist() == [[0] * 6, [0, 1, 1] * 2, [0, 0, 1] * 2, [0] * 6]
     trainer.settings = replace(trainer.settings, recached=1.0)
     text = trainer.place_texts(ids, torch.tensor([0, 1, 2, 0] * 16))
     assert text.second[:4].int().tolist() == [[0] * 6, [1, 1, 1, 0, 1, 1], [1, 1, 1, 0, 0, 1], [0] * 6]
-    trainer.plan = replace(trainer.plan, empty_captions=1.0)
+    trainer.plan = replace(trainer.plan, dropped_captions=1.0)
     captioned = ids + 7
     text = trainer.place_texts(captioned, torch.tensor([0, 2] * 32))
     assert text.second.int().tolist() == [[1, 1, 1, 0, 1, 1]] * batch
     assert torch.equal(text.ids[:, 0], captioned[:, 0])
-    assert torch.equal(text.ids[:, 1], trainer.empty_ids.long().expand(batch, -1))
+    assert torch.equal(text.ids[:, 1], trainer.no_caption_ids.long().expand(batch, -1))
 
 
 def test_contexts_are_nearly_what_they_stand_for(trainer):
@@ -275,9 +275,9 @@ def test_the_student_learns_where_the_guided_teacher_ends(trainer):
     clean, noise = torch.randn(2, 3, 8, 6, 4, 4)
     ids = tokenise(make_tokenizer(), list(CAPTIONS) * 3, 48).view(3, 2, 48).long()
     text = ChunkText(ids, torch.zeros(3, 6, dtype=torch.bool), torch.full((3,), 64))
-    empty = distiller.encoded(ChunkText(distiller.empty_ids.long().expand_as(ids), text.second, text.padded_lens),
-                              distiller.teacher_text_encoder)[0]
-    captioned = lambda text: float(not torch.equal(text, empty))  # noqa: E731
+    without = ChunkText(distiller.no_caption_ids.long().expand_as(ids), text.second, text.padded_lens)
+    uncaptioned = distiller.encoded(without, distiller.teacher_text_encoder)[0]
+    captioned = lambda text: float(not torch.allclose(text, uncaptioned))  # noqa: E731
     distiller.teacher_forward = AlongStraightLines(clean, noise, 0.5, captioned)
     distiller.forward = AlongStraightLines(clean, noise, 1.5, lambda text: 1.0)  # what guidance 3 makes of 0.5
     distiller.noise_like = lambda latents: noise

@@ -1,13 +1,16 @@
 """The whole training at toy size: it stops, goes on, and leaves a folder that the pipeline runs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from examples.wan_shapes.captions import NO_CAPTION, make_tokenizer
 from examples.wan_shapes.run_folder import RunFolder, settings_from
 from examples.wan_shapes.settings import TOY, Settings
 from examples.wan_shapes.train import main
+from examples.wan_shapes.transformer_stage import TransformerTrainer, first_round
 from visual_gen import WanPipeline
 
 
@@ -82,10 +85,37 @@ def test_an_exported_folder_can_be_trained_further(trained, tmp_path):
         assert (tmp_path / "run/pipeline" / name).read_bytes() == (folder / "pipeline" / name).read_bytes()
     spinning = torch.load(tmp_path / "run/refine_latents.pt", weights_only=True)
     assert sum(len(latents) for latents, _ in spinning["chunks"]) == TOY.refine_clips
-    # Of four clips a chunk, one has the empty caption: its end token alone.
-    assert [sum(int((ids[i, 0] != 0).sum()) == 1 for i in range(4)) for _, ids in spinning["chunks"]] == [1, 1]
     with pytest.raises(ValueError, match="has vae and transformer already"):
         main([*run, "--start-from", str(folder / "pipeline"), "--stages"])
+
+
+def test_the_vae_alone_can_be_taken_over(trained, tmp_path):
+    folder, _, _ = trained
+    run = ["--run", str(tmp_path / "run"), "--toy", "--device", "cpu", "--set", "transformer_steps=1"]
+    assert main([*run, "--vae-from", str(folder / "pipeline"), "--stages", "latents", "transformer", "export"]) == 0
+    name = "vae/diffusion_pytorch_model.safetensors"
+    assert (tmp_path / "run/pipeline" / name).read_bytes() == (folder / "pipeline" / name).read_bytes()
+    with pytest.raises(ValueError, match="has vae already"):
+        main([*run, "--vae-from", str(folder / "pipeline"), "--stages"])
+    with pytest.raises(SystemExit):
+        main([*run, "--vae-from", str(folder / "pipeline"), "--start-from", str(folder / "pipeline")])
+
+
+def test_clips_for_the_empty_prompt_are_a_share_of_both_rounds(trained):
+    folder, _, _ = trained
+    for name in ("latents", "refine_latents"):
+        for _, ids in torch.load(folder / f"{name}.pt", weights_only=True)["chunks"]:
+            # Of four clips a chunk, one has the empty caption: its end token alone.
+            assert sum(int((ids[i] != 0).sum()) == ids.shape[1] for i in range(4)) == 1
+
+
+def test_a_dropped_caption_is_not_the_empty_one():
+    trainer = TransformerTrainer(TOY, replace(first_round(TOY), dropped_captions=1.0), torch.device("cpu"))
+    latents, ids = torch.zeros(4, 8, 3, 4, 4), torch.full((4, 2, TOY.text_slots), 7, dtype=torch.int16)
+    _, drawn = trainer.batch([(latents, ids)])
+    tokenizer = make_tokenizer()
+    (expected,) = tokenizer([NO_CAPTION], padding="max_length", max_length=TOY.text_slots).input_ids
+    assert (drawn == torch.tensor(expected)).all() and tokenizer("").input_ids != expected[:1]
 
 
 def test_weights_of_another_size_do_not_start_a_run(trained, tmp_path):

@@ -14,6 +14,7 @@ from visual_gen.models.wan import WanTransformer
 from visual_gen.pipelines import WanPipeline
 from visual_gen.pipelines.experts import Experts
 from visual_gen.pipelines.lora import check_loras
+from visual_gen.runtime.plan import plan
 
 Q = "diffusion_model.blocks.3.self_attn.q"
 
@@ -73,6 +74,47 @@ def test_each_of_two_transformers_has_its_own(pipe, lora, monkeypatch):
     for call in (pipe.unload_lora, lambda name: pipe.set_lora_scale(name, 1)):
         with pytest.raises(ValueError, match="no LoRA 'a' is loaded; loaded are none"):
             call("a")
+
+
+def held_bytes(model):
+    return sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plan_counts_the_bytes_that_loading_takes_and_that_fusing_gives_back(tmp_path, lora, dtype):
+    one, hidden = torch.ones, 256
+    mixed = {f"{Q}.lora_down.weight": one(4, hidden), f"{Q}.lora_up.weight": one(hidden, 4),
+             f"{Q.replace('.q', '.v')}.lora_down.weight": one(2, hidden),
+             f"{Q.replace('.q', '.v')}.lora_up.weight": one(hidden, 2), f"{Q}.alpha": torch.tensor(2.0),
+             "diffusion_model.time_embedding.0.lora_down.weight": one(3, 256),
+             "diffusion_model.time_embedding.0.lora_up.weight": one(hidden, 3),
+             "diffusion_model.blocks.0.norm3.diff_b": one(hidden)}  # fmt: skip
+    save_file(mixed, tmp_path / "mixed.safetensors")
+    files = [str(lora[0]), str(tmp_path / "mixed.safetensors")]
+    path = configuration(tmp_path, [{"path": file} for file in files])
+    found = plan(load_config(path, [f"dtype={str(dtype).removeprefix('torch.')}"]))
+
+    model = WanTransformer.from_pretrained("wan-shapes", dtype=dtype)
+    assert model.config.hidden_size == hidden
+    bare = held_bytes(model)
+    for file in files:
+        model.load_lora(file)
+    assert found.memory_bytes["lora"] == held_bytes(model) - bare > 0
+    assert found.memory_bytes["weights"] == bare
+    assert any("counted unfused" in note and "its bytes to 0" in note for note in found.notes)
+    model.fuse_lora()
+    assert held_bytes(model) == bare
+
+
+def test_a_plan_says_which_lora_it_could_not_count_and_refuses_one_that_does_not_fit(tmp_path, lora, capsys):
+    absent = plan(load_config(configuration(tmp_path, [{"path": "none.safetensors"}])))
+    assert "lora" not in absent.memory_bytes
+    assert any(note.startswith("Not counted: LoRA of none.safetensors") for note in absent.notes)
+    assert not any("LoRA" in note for note in plan(load_config(configuration(tmp_path, []))).notes)
+    with pytest.raises(CheckpointError, match="other.safetensors does not fit"):
+        plan(load_config(configuration(tmp_path, [{"path": str(lora[1])}])))
+    assert main(["plan", "--config", str(configuration(tmp_path, [{"path": str(lora[0])}]))]) == 0
+    assert "LoRA, unfused" in capsys.readouterr().out
 
 
 def configuration(tmp_path, loras):

@@ -141,7 +141,7 @@ def test_a_stream_on_a_device_is_the_stream_on_the_cpu(flash_kernel, make_gpu_mo
     outs = []
     for name, device, dtype in (("sdpa", "cpu", torch.float32), (flash_kernel, "cuda", torch.bfloat16)):
         model = make_gpu_model(name, dtype).to(device)
-        text, negative = (TextRows(hidden[i : i + 1].to(device, dtype), [7]) for i in range(2))
+        text, negative = (TextRows(hidden[i : i + 1].to(device, dtype), [7], [0]) for i in range(2))
         outs.append(
             rollout_latents(
                 model, text, (H, W), num_chunks=4, settings=settings, negative=negative, guidance_scale=2.0,

@@ -1,5 +1,7 @@
 """Inputs at fixed addresses, and CUDA graphs of a forward: one serves all chunks, sessions and prompts of its shape."""
 
+import gc
+
 import pytest
 import torch
 
@@ -86,3 +88,32 @@ def test_a_graph_captured_with_one_frame_serves_all_chunks_and_sessions(
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-2 * float(expected.abs().max()))
     with pytest.raises(ValueError, match=r"timestep has shape \(3,\)"):
         graph(x, timestep.new_zeros(3), inputs)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_graph_is_captured_though_an_earlier_one_is_garbage_that_nothing_has_collected(
+    flash_kernel, make_gpu_model, make_paged, make_text
+):
+    model = make_gpu_model(flash_kernel)
+    x, timestep, inputs = next(steps(model, make_paged, make_text, "extent", device="cuda"))
+    collected = []
+
+    def run(*call):
+        if torch.cuda.is_current_stream_capturing():
+            collected.append(gc.collect())
+        return model.run(*call)
+
+    was_on = gc.isenabled()
+    gc.disable()  # until the capture, or the garbage might be gone
+    try:
+        cycle = {"graph": CausalGraph(model.run, x, timestep, inputs)}
+        cycle["self"] = cycle
+        del cycle
+        graph = CausalGraph(run, x, timestep, inputs)
+    finally:
+        if was_on:
+            gc.enable()
+    assert len(collected) == 1
+    expected = model.run(x, timestep, inputs)
+    torch.testing.assert_close(graph(x, timestep, inputs), expected, rtol=0, atol=2e-2 * float(expected.abs().max()))

@@ -9,7 +9,6 @@ import torch
 from attention_backend.kv_cache import KVCacheError
 from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.pipelines.errors import EngineFull
-from visual_gen.pipelines.rollout import rollout_latents
 from visual_gen.pipelines.stream_engine import StreamEngine
 from visual_gen.pipelines.stream_state import Unread, stream_settings
 
@@ -61,6 +60,30 @@ def test_deterministic_streams_have_the_bits_that_they_have_alone(tiny, read, fi
         assert torch.equal(alone[i], together[i]), f"stream {i} differs by {(alone[i] - together[i]).abs().max()}"
     assert {(f.rows + f.pad_rows, f.frames, f.read) for f in engine.record().timeline} >= {(4, 8, read)}
     assert {f.frames for f in engine.record().timeline} == {8}
+
+
+@pytest.mark.parametrize("read", ["extent", "block_table", "staged"])
+def test_a_read_that_is_named_serves_given_frames_steps_and_a_window_computed_anew(tiny, read):
+    engine = tiny.engine(read=read, max_streams=2)
+    stream = engine.open("a", initial_latents=torch.zeros(tiny.C, 2, *tiny.SIZE))
+    tiny.run(engine, 1)
+    stream.switch_prompt("b", recache="window")
+    tiny.run(engine, 2)
+    assert engine.record().forwards == 6 and {f.read for f in engine.record().timeline} == {read}
+    assert engine.record().read_counts == {(read, "named when the cache was made"): 1 + 6 + 1}
+
+
+def test_a_generator_is_its_seed_in_forks_too(tiny):
+    made = []
+    for seed in (5, tiny.seeded(5)):
+        engine = tiny.engine()
+        stream = engine.open("a", seed=seed)
+        engine.step(until="chunk")
+        stream.fork(), stream.fork(seed=9)
+        made.append(tiny.run(engine, 2))
+    for by_seed, by_generator in zip(*made, strict=True):
+        assert torch.equal(by_seed, by_generator)
+    assert not torch.equal(made[0][1], made[0][2])
 
 
 def test_without_pins_bits_may_differ_and_forwards_have_no_pads(tiny):
@@ -181,17 +204,14 @@ def test_the_least_recently_stepped_stream_is_evicted_where_the_policy_says_so(t
     assert len(engine.streams) == 2 and a.state == c.state == "closed"
 
 
-def test_a_stream_continues_given_frames_as_a_rollout_does(tiny):
+def test_a_stream_continues_given_frames_as_if_they_were_committed_one_by_one(tiny):
     first = torch.randn(tiny.C, 9, *tiny.SIZE, generator=tiny.seeded(9))
     engine = tiny.engine(sink_frames=1)
     stream = engine.open("a red circle", seed=4, initial_latents=first[None])
     assert (stream.frames, stream.chunk_index, stream.take_latents()) == (9, 0, [])
     (made,) = tiny.run(engine, 3)
-    expected = rollout_latents(
-        tiny.model, tiny.encode("a red circle"), tiny.SIZE, num_chunks=3, settings=engine.causal, first_latents=first,
-        generator=tiny.seeded(4),
-    )  # fmt: skip
-    torch.testing.assert_close(made, expected[:, :, 9:], **CLOSE)
+    expected = tiny.by_hand(["a red circle"] * 3, 4, sink_frames=1, given=first)
+    torch.testing.assert_close(made, expected, **CLOSE)
 
 
 def test_a_stream_at_the_end_of_the_positions_fails_alone_and_keeps_what_it_has(tiny):

@@ -1,5 +1,6 @@
 """Streams on a device: kernels, graphs, and a host that runs ahead."""
 
+import gc
 import time
 
 import pytest
@@ -40,7 +41,8 @@ def engine(flash_kernel):
         given = {"causal": settings, "encode": encode, "text_len": TEXT_LEN, "max_streams": 4, "waiting_chunks": 100}
         return StreamEngine(model, SIZE, **(given | options))
 
-    return make
+    yield make
+    gc.collect()  # engines are cycles, and a graph of theirs must not die in the capture of another test
 
 
 def latents(engine, chunks):
@@ -94,11 +96,12 @@ def test_sixteen_streams_of_uneven_history_wait_for_nothing_between_forwards(eng
     failed = Unread.failed
 
     def may_wait(unread):
+        mode = torch.cuda.get_sync_debug_mode()  # "default" once the steps are over
         torch.cuda.set_sync_debug_mode("default")
         try:
             return failed(unread)
         finally:
-            torch.cuda.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode(mode)
 
     monkeypatch.setattr(Unread, "failed", may_wait)
     torch.cuda.synchronize()

@@ -5,7 +5,6 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from visual_gen.pipelines.errors import EngineFull, GenerationError
-from visual_gen.pipelines.rollout import rollout_latents
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
@@ -57,7 +56,7 @@ def test_guided_streams_keep_their_negative_prompt_over_a_switch(tiny):
 
 @pytest.mark.parametrize("read", ["extent", "block_table"])
 def test_a_window_computed_anew_is_as_if_its_frames_had_been_given_under_the_new_prompt(tiny, read):
-    """While all frames are visible, where a rollout from given frames is the same."""
+    """While all frames are visible."""
     engine = tiny.engine(recent_frames=8, read=read)
     stream = engine.open("a red circle", seed=1)
     (first,) = tiny.run(engine, 3)
@@ -67,11 +66,8 @@ def test_a_window_computed_anew_is_as_if_its_frames_had_been_given_under_the_new
     (made,) = tiny.run(engine, 4)
     generator = torch.Generator()
     generator.set_state(state)
-    expected = rollout_latents(
-        tiny.model, tiny.encode("a blue square"), tiny.SIZE, num_chunks=1, settings=engine.causal, generator=generator,
-        first_latents=first[0],
-    )  # fmt: skip
-    torch.testing.assert_close(made, expected[:, :, 6:], **CLOSE)
+    expected = tiny.by_hand(["a blue square"], generator, recent_frames=8, given=first[0])
+    torch.testing.assert_close(made, expected, **CLOSE)
     without = tiny.by_hand(["a red circle"] * 3 + ["a blue square"], 1, recent_frames=8)[:, :, 6:]
     assert (made - without).abs().amax() > 1e-3, "recomputing makes a difference"
 

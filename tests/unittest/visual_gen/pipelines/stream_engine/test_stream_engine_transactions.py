@@ -240,6 +240,10 @@ def test_a_parent_keeps_its_run_and_reads_by_extent_when_its_fork_is_gone(tiny):
     fork.close()
     tiny.run(engine, 6)
     assert engine.record().timeline[-1].read == "extent"
+    # Two chunks alone, two of both streams, two alone again; each two steps and a commit. The batch above makes one.
+    assert engine.record().read_counts == {
+        ("extent", "every row is one run of blocks"): 12, ("block_table", "1 of 2 rows lie in scattered blocks"): 7
+    }  # fmt: skip
 
 
 def test_forks_that_cannot_be_are_refused_and_take_nothing(tiny):

@@ -7,39 +7,24 @@ import itertools
 import pytest
 import torch
 
+from tests.unittest.visual_gen.pipelines.stream_engine.tiny_model import (
+    FEW,
+    SIZE,
+    TEXT_LEN,
+    C,
+    S,
+    cache_for,
+    seeded,
+    text,
+)
 from visual_gen.config import CausalConfig
-from visual_gen.models.wan import CausalWanTransformer, WanConfig
+from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.modules.block_causal import ChunkWindow, teacher_forcing_mask
+from visual_gen.pipelines import rollout as rollout_module
 from visual_gen.pipelines.errors import GenerationError
-from visual_gen.pipelines.rollout import rollout, rollout_latents, stream_cache
+from visual_gen.pipelines.rollout import rollout, rollout_latents
+from visual_gen.pipelines.stream_engine import StreamEngine
 from visual_gen.pipelines.text import TextRows
-
-CONFIG = WanConfig(
-    num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=10, freq_dim=16, ffn_dim=40,
-    num_layers=2, rope_max_seq_len=24,
-)  # fmt: skip
-C, SIZE, S, TEXT_LEN = 4, (4, 6), 6, 7
-FEW = {"frames_per_chunk": 2, "recent_frames": 6, "steps": [1000, 500]}
-
-
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    model = CausalWanTransformer(CONFIG).requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter += 0.2 * torch.randn_like(parameter)
-    return model
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def text(n=5, seed=0):
-    hidden = torch.randn(1, TEXT_LEN, CONFIG.text_dim, generator=seeded(seed))
-    hidden[:, n:] = 0
-    return TextRows(hidden, [n], [0])
 
 
 @pytest.fixture
@@ -56,6 +41,19 @@ def run(model):
         return out[0]
 
     return run
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Those of the rollouts that were begun."""
+    made = []
+
+    def make(*args, **options):
+        made.append(StreamEngine(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(rollout_module, "StreamEngine", make)
+    return made
 
 
 @torch.no_grad()
@@ -101,21 +99,23 @@ def plain_rollout(model, settings, num_chunks, rows, guidance_scale=None):
     ],
     ids=str,
 )
-def test_a_stream_is_the_formula_on_whole_videos(model, run, changes):
+def test_a_stream_is_the_formula_on_whole_videos(model, run, engines, changes):
     settings = CausalConfig(**(FEW | changes))
     expected = plain_rollout(model, settings, 4, [text()])
     torch.testing.assert_close(run(4, **changes), expected, rtol=0, atol=1e-4)
+    [(read, _)] = engines[0].record().read_counts
+    assert read == changes.get("read", "extent")
 
 
 def test_guidance_runs_both_branches_in_one_forward_and_none_without_need(model, run, monkeypatch):
     negative, rows = text(2, seed=1), []
-    forward = model.forward
+    forward = model.run
 
-    def counting(hidden_states, *args, **kwargs):
+    def counting(hidden_states, *args):
         rows.append(len(hidden_states))
-        return forward(hidden_states, *args, **kwargs)
+        return forward(hidden_states, *args)
 
-    monkeypatch.setattr(model, "forward", counting)
+    monkeypatch.setattr(model, "run", counting)
     found = run(2, negative=negative, guidance_scale=3.0)
     assert rows == [2] * 2 * 3  # chunks · (steps + commit)
     expected = plain_rollout(model, CausalConfig(**FEW), 2, [text(), negative], 3.0)
@@ -140,7 +140,7 @@ def test_a_switch_keeps_what_was_committed_and_the_negative_text(model, run):
     found = run(2, switches={1: text(3, seed=9)}, **guide)[:, 2:]
     generator = seeded()
     with torch.no_grad():
-        cache = stream_cache(model, settings, S, branches=2)
+        cache = cache_for(model, settings, S, branches=2)
         before, after = (model.project_text(torch.cat([rows.hidden, text(2, seed=1).hidden]), [*rows.lens, 2])
                          for rows in (text(), text(3, seed=9)))
         with cache.open_session(sink_frames=0, recent_frames=6, branches=2, max_chunk_frames=2) as session:
@@ -172,19 +172,19 @@ def test_switches_that_no_stream_could_make_are_refused_at_once(model, switches,
         rollout(model, text(), SIZE, num_chunks=2, settings=CausalConfig(**FEW), switches=switches)
 
 
-def test_a_stream_without_guidance_takes_memory_for_one_branch(model):
-    settings = CausalConfig(**FEW)
-    one, two = (stream_cache(model, settings, S, branches=n) for n in (1, 2))
-    free = one.free_blocks
-    stream = rollout(model, text(), SIZE, num_chunks=2, settings=settings, cache=one, negative=text(1))
-    next(stream)
-    assert one.free_blocks == 0 and two.free_blocks == 2 * free
-    stream.close()
-    with pytest.raises(ValueError, match="2 branches"):
-        list(
-            rollout(model, text(), SIZE, num_chunks=1, settings=settings, cache=one, negative=text(1), guidance_scale=2)
+def all_is_free(engine):
+    free = engine.cache.free_blocks == engine.record().num_blocks
+    return free and not engine.cache.sessions and not engine._texts.used
+
+
+def test_a_stream_without_guidance_takes_memory_for_one_branch(model, engines):
+    for scale in (1.0, 2.0):
+        rollout(
+            model, text(), SIZE, num_chunks=2, settings=CausalConfig(**FEW), negative=text(1), guidance_scale=scale
         )
-    assert one.free_blocks == free
+    one, two = (engine.record().num_blocks for engine in engines)
+    assert 2 * one == two and [engine.cache.free_blocks for engine in engines] == [0, 0]
+    assert [engine._texts._pool.slots for engine in engines] == [1, 2]
 
 
 def test_the_default_steps_are_self_forcings():
@@ -212,114 +212,93 @@ def test_given_frames_are_continued_as_if_the_stream_had_made_them(model, given)
     made = torch.cat(made, dim=1)
     generator.set_state(state)
     continued = rollout_latents(
-        model, text(), SIZE, num_chunks=2, settings=settings, generator=generator, first_latents=made[:, :given]
+        model, text(), SIZE, num_chunks=2, settings=settings, generator=generator, initial_latents=made[:, :given]
     )
     torch.testing.assert_close(continued[0], made, rtol=0, atol=1e-4)
 
 
 def test_given_frames_see_none_that_come_later_however_many_are_committed_together(run):
     first = torch.randn(C, 5, *SIZE, generator=seeded(2))
-    in_twos, in_fours = (run(2, first_latents=first, first_chunk_frames=n) for n in (1, 4))
+    in_twos, in_fours = (run(2, initial_latents=first, first_chunk_frames=n) for n in (1, 4))
     assert torch.equal(in_twos[:, :5], first)
     torch.testing.assert_close(in_twos, in_fours, rtol=0, atol=1e-5)
 
 
 def test_given_frames_are_committed_together_as_long_as_the_window_fills(model, monkeypatch):
-    frames, forward = [], model.forward
+    frames, forward = [], model.run
 
-    def counting(hidden_states, *args, **kwargs):
+    def counting(hidden_states, *args):
         frames.append(hidden_states.shape[2])
-        return forward(hidden_states, *args, **kwargs)
+        return forward(hidden_states, *args)
 
-    monkeypatch.setattr(model, "forward", counting)
+    monkeypatch.setattr(model, "run", counting)
     first = torch.randn(C, 9, *SIZE, generator=seeded(2))
     settings = CausalConfig(**(FEW | {"first_chunk_frames": 1, "frames_per_chunk": 4, "steps": [1000]}))
-    stream = rollout(model, text(), SIZE, num_chunks=1, settings=settings, first_latents=first)
+    stream = rollout(model, text(), SIZE, num_chunks=1, settings=settings, initial_latents=first)
     assert next(stream).shape == (C, 4, *SIZE)  # the first chunk is behind it
     assert frames == [4, 2, 1, 1, 1, 4, 4]
 
 
-@pytest.fixture
-def broken(model, monkeypatch):
-    """Makes the model's n-th forward from now raise or give NaN."""
-
-    def break_(n, fault):
-        forward, calls = model.forward, itertools.count(1)
-
-        def faulty(*args, **kwargs):
-            out = forward(*args, **kwargs)
-            if next(calls) != n:
-                return out
-            if isinstance(fault, BaseException):
-                raise fault
-            return out * fault
-
-        monkeypatch.setattr(model, "forward", faulty)
-
-    return break_
-
-
-@pytest.mark.parametrize("fault", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["exception", "Ctrl-C"])
+@pytest.mark.parametrize("what", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["exception", "Ctrl-C"])
 @pytest.mark.parametrize("forward", [4, 6])
-def test_whatever_ends_a_stream_leaves_the_cache_as_it_was(model, run, broken, monkeypatch, fault, forward):
-    settings = CausalConfig(**FEW)
-    cache = stream_cache(model, settings, S)
-    free, chunks = cache.free_blocks, []
-    broken(forward, fault)
-    stream = rollout(model, text(), SIZE, num_chunks=3, settings=settings, generator=seeded(), cache=cache)
-    with pytest.raises(type(fault)):
-        chunks.extend(iter(lambda: next(stream), None))
-    monkeypatch.undo()
-    assert cache.free_blocks == free and not cache.sessions
-    assert torch.equal(run(cache=cache), run())
+def test_whatever_ends_a_stream_leaves_nothing_open(model, run, engines, fault, what, forward):
+    expected, chunks = run(), []
+    fault.at(forward, what)
+    with pytest.raises(type(what)):
+        chunks.extend(rollout(model, text(), SIZE, num_chunks=3, settings=CausalConfig(**FEW), generator=seeded()))
+    fault.heal()
+    assert all_is_free(engines[1])
+    assert torch.equal(run(), expected)
 
 
-def test_a_stream_that_is_closed_gives_its_blocks_back(model):
-    settings = CausalConfig(**FEW)
-    cache = stream_cache(model, settings, S)
-    free = cache.free_blocks
-    stream = rollout(model, text(), SIZE, num_chunks=None, settings=settings, cache=cache)
-    assert cache.free_blocks == free, "nothing is taken before the first chunk"
+def test_a_stream_that_is_closed_gives_its_blocks_back(model, engines):
+    stream = rollout(model, text(), SIZE, num_chunks=None, settings=CausalConfig(**FEW))
     next(stream), next(stream)
-    assert cache.free_blocks < free
+    assert not all_is_free(engines[0])
     stream.close()
-    assert cache.free_blocks == free
+    assert all_is_free(engines[0])
 
 
 @pytest.mark.parametrize("forward", [4, 6])
-def test_a_chunk_that_is_not_finite_is_named_and_not_committed(model, broken, forward):
-    settings = CausalConfig(**FEW)
-    cache = stream_cache(model, settings, S)
-    free = cache.free_blocks
-    broken(forward, torch.nan)
-    stream = rollout(model, text(), SIZE, num_chunks=3, settings=settings, generator=seeded(), cache=cache)
+def test_a_chunk_that_is_not_finite_is_named_and_not_committed(model, engines, fault, forward):
+    fault.at(forward, torch.nan)
+    stream = rollout(model, text(), SIZE, num_chunks=3, settings=CausalConfig(**FEW), generator=seeded())
     assert next(stream).isfinite().all()
-    with pytest.raises(GenerationError, match="chunk 1 gave NaN or infinity and was not committed"):
+    with pytest.raises(GenerationError, match="chunk 1 of stream 0 gave NaN or infinity and was not kept"):
         next(stream)
-    assert cache.free_blocks == free
+    assert all_is_free(engines[0])
 
 
-@pytest.mark.parametrize(("end", "chunks"), [(None, 12), (9, 4), (53, 26)])
+@pytest.mark.parametrize(("end", "chunks"), [(None, 32), (9, 4), (53, 26)])
 def test_a_stream_without_end_stops_where_the_positions_do(model, end, chunks):
-    """The checkpoint's 24, or as many as were asked for, on a model that other streams have given more."""
+    """The checkpoint's 64, or as many as were asked for, on a model that other streams have given more."""
     model, made = copy.deepcopy(model), []
-    model.extend_frames(60)
-    settings = CausalConfig(**FEW, rope_max_seq_len=end)
-    says = f"chunk {chunks} ends at latent frame {2 * chunks + 2} and the positions at {end or 24}"
+    model.extend_frames(100)
+    settings = CausalConfig(**FEW | {"steps": [1000]}, rope_max_seq_len=end)
+    says = rf"ends at latent frame {2 * chunks + 2} and the engine knows {end or 64} \(causal.rope_max_seq_len\)"
     with pytest.raises(ValueError, match=says):
         for latents in rollout(model, text(), SIZE, num_chunks=None, settings=settings):
             made.append(latents)  # noqa: PERF402
     assert len(made) == chunks
 
 
+def test_without_a_generator_torchs_own_seed_counts(model):
+    def chunk(seed):
+        torch.manual_seed(seed)
+        return next(rollout(model, text(), SIZE, num_chunks=1, settings=CausalConfig(**FEW)))
+
+    assert torch.equal(chunk(1), chunk(1)) and not torch.equal(chunk(1), chunk(2))
+
+
 def test_chunks_past_the_checkpoints_positions_are_those_of_a_model_with_more(model):
     longer = CausalWanTransformer(dataclasses.replace(model.config, rope_max_seq_len=200)).requires_grad_(False)
     longer.load_state_dict(model.state_dict())
+    few = FEW | {"steps": [1000]}
     made = [
-        rollout_latents(each, text(), SIZE, num_chunks=20, settings=CausalConfig(**FEW, **more), generator=seeded())
-        for each, more in ((copy.deepcopy(model), {"rope_max_seq_len": 40}), (longer, {}))
+        rollout_latents(each, text(), SIZE, num_chunks=40, settings=CausalConfig(**few, **more), generator=seeded())
+        for each, more in ((copy.deepcopy(model), {"rope_max_seq_len": 80}), (longer, {}))
     ]
-    assert made[0].shape[2] == 40 and torch.equal(*made)
+    assert made[0].shape[2] == 80 and torch.equal(*made)
 
 
 @pytest.mark.parametrize(
@@ -328,17 +307,18 @@ def test_chunks_past_the_checkpoints_positions_are_those_of_a_model_with_more(mo
         ({"num_chunks": 0}, "num_chunks is 0"),
         ({"num_chunks": 10**12}, "makes 2000000000000 latent frames"),
         ({"negative": TextRows(torch.zeros(1, 5, 10), [1], [0]), "guidance_scale": 2.0}, "encode both to one length"),
-        ({"num_chunks": 13}, "makes 26 latent frames; the model knows 24: ask for fewer, or extend"),
+        ({"num_chunks": 33}, "makes 66 latent frames; the model knows 64: ask for fewer, or extend"),
         ({"latent_size": (4, 5)}, r"latent_size is \(4, 5\)"),
         ({"latent_size": (2, 4, 6)}, r"latent_size is \(2, 4, 6\); it must be \(H, W\)"),
         ({"latent_size": (4.0, 6)}, "two integers"),
         ({"negative": text(), "guidance_scale": float("nan")}, "guidance_scale is nan; it must be a finite number"),
         ({"text": TextRows(torch.zeros(2, 7, 10), [1, 1], [0, 1])}, "text has 2 rows"),
         ({"negative": TextRows(torch.zeros(2, 7, 10), [1, 1], [0, 1])}, "negative has 2 rows"),
-        ({"first_latents": torch.zeros(1, 4, 2, 4, 6)}, r"first_latents has shape \(1, 4, 2, 4, 6\)"),
-        ({"first_latents": torch.zeros(4, 0, 4, 6)}, "with F of at least 1"),
-        ({"first_latents": torch.full((4, 1, 4, 6), torch.nan)}, "first_latents hold NaN"),
-        ({"first_latents": torch.zeros(4, 20, 4, 6)}, "makes 26 latent frames"),
+        ({"initial_latents": torch.zeros(2, 4, 2, 4, 6)}, r"initial_latents has shape \(2, 4, 2, 4, 6\)"),
+        ({"initial_latents": torch.zeros(4)}, r"initial_latents has shape \(4,\)"),
+        ({"initial_latents": torch.zeros(4, 0, 4, 6)}, "with F of at least 1"),
+        ({"initial_latents": torch.full((4, 1, 4, 6), torch.nan)}, "initial_latents hold NaN"),
+        ({"initial_latents": torch.zeros(4, 60, 4, 6)}, "makes 66 latent frames"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_work(model, changes, says):
@@ -350,13 +330,6 @@ def test_bad_arguments_are_refused_before_any_work(model, changes, says):
 def test_all_latents_of_a_stream_without_end_are_refused(model):
     with pytest.raises(ValueError, match="a stream without end"):
         rollout_latents(model, text(), SIZE, num_chunks=None)
-
-
-def test_a_cache_for_other_frames_is_refused(model):
-    settings = CausalConfig(**FEW)
-    cache = stream_cache(model, settings, S + 2)
-    with pytest.raises(ValueError, match=r"the cache was made for 8 tokens a frame; latent_size \(4, 6\) has 6"):
-        rollout(model, text(), SIZE, num_chunks=1, settings=settings, cache=cache)
 
 
 @pytest.mark.parametrize(
