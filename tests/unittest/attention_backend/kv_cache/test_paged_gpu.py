@@ -4,6 +4,8 @@ Where it is said which rows hold NaN, they lie where the reads must not reach. K
 zero, so those, and freed blocks, are kept finite by the cache.
 """
 
+import gc
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -281,6 +283,7 @@ def test_many_chunks_take_no_more_memory(harness):
                 harness.forward(cache, [chunk], inputs=inputs)
                 chunk.commit()
         torch.cuda.synchronize()
+        gc.collect()  # of what other tests left
         return torch.cuda.memory_allocated()
 
     inputs = harness.inputs(100)
