@@ -24,144 +24,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
-from measure import interleaved
+from measure import save
+from streams_kernels import kernels_part
+from streams_setup import FULL, STREAMS, TOY, Bench, Shape
 from torch._dynamo.utils import counters
 
-from attention_backend.kv_cache import CachedAttention
-from visual_gen.config import CausalConfig
-from visual_gen.models.wan import WAN_PRESETS, CausalWanTransformer, WanConfig
 from visual_gen.pipelines.stream import Stream
 from visual_gen.pipelines.stream_engine import StreamEngine
-from visual_gen.pipelines.stream_loading import engine_cache
-from visual_gen.pipelines.stream_options import EngineOptions
-from visual_gen.pipelines.text import TextRows
 from visual_gen.runtime.versions import installed_versions
 
-STREAMS = 4
 SYNC_STREAMS, SYNC_FORWARDS = 16, 20
 HOST_REPEATS = 5
 MODES, PARTS = ("eager", "compiled", "graphs"), ("batch", "sync", "host", "kernels")
 GOAL_SPEEDUP, GOAL_HOST_MS = 1.5, 5.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """latent: height and width; steps: denoising forwards of a chunk that is timed."""
-
-    latent: tuple[int, int]
-    chunk_frames: int
-    recent_frames: int
-    steps: int
-
-    @property
-    def frame_tokens(self) -> int:
-        return self.latent[0] * self.latent[1] // 4
-
-    @property
-    def settings(self) -> CausalConfig:
-        steps = CausalConfig().steps[: self.steps]
-        return CausalConfig(frames_per_chunk=self.chunk_frames, recent_frames=self.recent_frames, steps=steps)
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    config: WanConfig
-    shapes: Mapping[str, Shape]
-    text_rows: int
-    dtype: torch.dtype
-    device: str
-
-
-FULL = Size(
-    WAN_PRESETS["wan2.1-t2v-1.3b"], {"short": Shape((40, 40), 1, 21, 4), "long": Shape((60, 104), 3, 21, 2)}, 512,
-    torch.bfloat16, "cuda",
-)  # fmt: skip
-TOY = Size(
-    WanConfig(
-        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=16, freq_dim=16,
-        ffn_dim=32, num_layers=2, rope_max_seq_len=256,
-    ),
-    {"short": Shape((4, 4), 1, 3, 2), "long": Shape((4, 6), 3, 6, 1)}, 8, torch.float32, "cpu",
-)  # fmt: skip
-
-
-class Bench:
-    """Models and engines of one size; `choice` is the backend of self-attention that the last one took."""
-
-    def __init__(self, size: Size, backend: str, rounds: int) -> None:
-        self.size, self.backend, self.rounds, self.cuda = size, backend, rounds, size.device == "cuda"
-        self.choice: dict[str, str] = {}
-
-    def model(self, *, compiled: bool = False) -> CausalWanTransformer:
-        size = self.size
-        torch.manual_seed(0)
-        model = CausalWanTransformer(
-            size.config, attention={"self": self.backend}, dtype=size.dtype, device=size.device
-        )
-        model.requires_grad_(False)
-        choice = model.attention_choices["self"]
-        self.choice = {"backend": choice.name, "why": str(choice.why)}
-        if compiled:
-            torch._dynamo.reset()  # another model's graphs are no start for this one
-            model.compile_blocks(**({} if self.cuda else {"backend": "eager"}))
-        return model
-
-    @contextmanager
-    def engine(self, shape: Shape, mode: str, max_streams: int = STREAMS) -> Iterator[StreamEngine]:
-        gc.collect()  # the engine before is out of its part's hands only now
-        if self.cuda:
-            torch.cuda.empty_cache()
-        engine = StreamEngine(
-            self.model(compiled=mode == "compiled"), shape.latent, causal=shape.settings, max_streams=max_streams,
-            text_len=self.size.text_rows, waiting_chunks=1_000_000, graphs=mode == "graphs",
-        )  # fmt: skip
-        try:
-            yield engine
-        finally:
-            engine.close()
-
-    def text(self, seed: int) -> TextRows:
-        """Of one prompt that fills the text."""
-        generator = torch.Generator(self.size.device).manual_seed(seed)
-        shape = (1, self.size.text_rows, self.size.config.text_dim)
-        on = {"dtype": self.size.dtype, "device": self.size.device}
-        return TextRows(torch.randn(shape, generator=generator, **on), [self.size.text_rows], [0])
-
-    def synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def timed(self, call: Callable[[], object]) -> dict[str, float]:
-        """Milliseconds until the device has done all of it, and between device events before and behind it."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else []
-        self.synchronize()
-        start = time.perf_counter()
-        if events:
-            events[0].record()
-        call()
-        if events:
-            events[1].record()
-        self.synchronize()
-        wall = 1000 * (time.perf_counter() - start)
-        return {"wall_ms": wall, "device_ms": events[0].elapsed_time(events[1]) if events else wall}
-
-    def host_ms(self, call: Callable[[], object]) -> tuple[float, object]:
-        """What the host takes for a call when the device is idle, and what comes back."""
-        self.synchronize()
-        start = time.perf_counter()
-        found = call()
-        return 1000 * (time.perf_counter() - start), found
 
 
 def median_of(times: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -320,93 +203,6 @@ def host_part(bench: Bench) -> dict:
     }
 
 
-class Kernels:
-    """What a forward of some rows asks of the matrix units: products and attention of all layers, and nothing else."""
-
-    def __init__(self, bench: Bench, shape: Shape) -> None:
-        self.model, size = bench.model(), bench.size
-        options = EngineOptions(max_streams=STREAMS)
-        cache = engine_cache(self.model, shape.settings, shape.frame_tokens, options, pads=0)
-        self.chunk_tokens = shape.chunk_frames * shape.frame_tokens
-        self.attend = CachedAttention(self.model.self_attention)
-        self.inputs: dict[tuple[int, ...], torch.Tensor] = {}
-        self.on = {"dtype": size.dtype, "device": size.device}
-        self.heads = (size.config.num_attention_heads, size.config.attention_head_dim)
-        pool = self.model.new_text_pool(STREAMS, size.text_rows)
-        for i in range(STREAMS):
-            text = bench.text(i)
-            pool.write(i, self.model.project_text(text.hidden, text.lens))
-        sessions = [
-            cache.open_session(recent_frames=shape.recent_frames, max_chunk_frames=shape.chunk_frames)
-            for _ in range(STREAMS)
-        ]
-        for _ in range(shape.recent_frames // shape.chunk_frames):
-            for session in sessions:
-                with session.begin(shape.chunk_frames) as chunk:
-                    self.self_attention(cache.batch([chunk]), 1)
-                    chunk.commit()
-        chunks = [session.begin(shape.chunk_frames) for session in sessions]
-        groups = [list(range(STREAMS)), *([i] for i in range(STREAMS))]
-        batches = [cache.batch([chunks[i] for i in group]) for group in groups]
-        self.read = batches[0].read
-        state = self.model.attention_metadata_state
-        texts = [pool.rows(group).layers(state, batch.q_lens) for group, batch in zip(groups, batches, strict=True)]
-        forwards = list(zip(batches, texts, map(len, groups), strict=True))
-        self.groups = {"together": forwards[:1], "one_after_another": forwards[1:]}
-
-    def rand(self, *shape: int) -> torch.Tensor:
-        if shape not in self.inputs:
-            self.inputs[shape] = torch.randn(shape, **self.on)
-        return self.inputs[shape]
-
-    def products(self, batch, text, rows: int) -> None:
-        for block in self.model.blocks:
-            for linear in (
-                block.self_attn.to_qkv, block.self_attn.to_out, block.cross_text.to_q, block.cross_text.to_out,
-                block.ffn.linear_1, block.ffn.linear_2,
-            ):  # fmt: skip
-                linear(self.rand(rows * self.chunk_tokens, linear.in_features))
-
-    def self_attention(self, batch, rows: int) -> None:
-        x = self.rand(rows * self.chunk_tokens, *self.heads)
-        for i in range(len(self.model.blocks)):
-            self.attend(x, x, x, batch.layer(i))
-
-    def attention(self, batch, text, rows: int) -> None:
-        self.self_attention(batch, rows)
-        q = self.rand(rows * self.chunk_tokens, *self.heads)[None]
-        for block, layer in zip(self.model.blocks, text, strict=True):
-            block.cross_text.attend(q, layer)
-
-    def both(self, *forward) -> None:
-        self.products(*forward)
-        self.attention(*forward)
-
-    def arms(self) -> dict[str, Callable[[], None]]:
-        def run(call: Callable, forwards: list[tuple]) -> None:
-            for forward in forwards:
-                call(*forward)
-
-        calls = {"products": self.products, "attention": self.attention, "both": self.both}
-        return {
-            f"{what}, {how}": partial(run, call, forwards)
-            for what, call in calls.items()
-            for how, forwards in self.groups.items()
-        }
-
-
-@torch.no_grad()
-def kernels_part(bench: Bench) -> dict:
-    shape = bench.size.shapes["long"]
-    kernels = Kernels(bench, shape)
-    ms = interleaved(kernels.arms(), bench.rounds, keep_busy=True, device=bench.size.device)
-    ratios = {
-        what: round(ms[f"{what}, one_after_another"] / ms[f"{what}, together"], 3)
-        for what in ("products", "attention", "both")
-    }
-    return {"frame_tokens": shape.frame_tokens, "read": kernels.read, "median_ms": ms, "ratio": ratios}
-
-
 def goals(parts: dict[str, dict]) -> list[dict]:
     """What was wanted and what was found. Without a device there is no wait that could be an error."""
     lines = []
@@ -482,32 +278,27 @@ def main() -> None:
         "batch": partial(batch_part, bench, options.modes), "sync": partial(sync_part, bench),
         "host": partial(host_part, bench), "kernels": partial(kernels_part, bench),
     }  # fmt: skip
-    parts, seconds = {}, {}
-    for part in PARTS:
-        if part in options.parts:
-            start = time.perf_counter()
-            parts[part] = run[part]()
-            seconds[part] = round(time.perf_counter() - start, 1)
-            print(f"{part}: {seconds[part]} s", file=sys.stderr, flush=True)
-    device = torch.cuda.get_device_name() if bench.cuda else "CPU"
-    shapes = {name: dataclasses.asdict(shape) for name, shape in size.shapes.items()}
     result = {
         "command": " ".join(["python", "benchmarks/streams.py", *sys.argv[1:]]),
-        "versions": {"device": device, "torch": torch.__version__}
+        "versions": {"device": torch.cuda.get_device_name() if bench.cuda else "CPU", "torch": torch.__version__}
         | installed_versions(("flash-attn-4", "nvidia-cutlass-dsl", "vllm", "triton")),
-        "self_attention": bench.choice,
         "conditions": f"{size.dtype}, {size.config.num_layers} layers of {size.config.hidden_size}, {size.text_rows} "
         f"text rows, no guidance; medians of {bench.rounds} rounds",
-        "shapes": shapes,
-        "parts": parts,
-        "goals": goals(parts),
-        "seconds_of_parts": seconds,
-        "seconds": round(time.perf_counter() - began, 1),
+        "shapes": {name: dataclasses.asdict(shape) for name, shape in size.shapes.items()},
+        "parts": {},
+        "seconds_of_parts": {},
     }
-    print(table(result))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "streams.json").write_text(json.dumps(result, indent=2) + "\n")
+    for part in [part for part in PARTS if part in options.parts]:
+        start = time.perf_counter()
+        result["parts"][part] = run[part]()
+        result["seconds_of_parts"][part] = round(time.perf_counter() - start, 1)
+        result["self_attention"], result["goals"] = bench.choice, goals(result["parts"])
+        result["seconds"] = round(time.perf_counter() - began, 1)
+        print(f"{part}: {result['seconds_of_parts'][part]} s", file=sys.stderr, flush=True)
+        save(result, options.out and options.out / "streams.json")
+    print(table(result))
 
 
 if __name__ == "__main__":

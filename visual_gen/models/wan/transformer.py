@@ -19,6 +19,7 @@ from visual_gen.modules.block_causal import BlockMask
 from visual_gen.modules.cross_kv import CrossKV
 from visual_gen.modules.norms import modulated_layer_norm
 
+GRAPHS = 32  # kinds of calls of a compiled block, with some to spare
 
 class WanTransformer(WanModel):
     """Wan with diffusers' weights and results, one attention backend for each role, and text K/V made once.
@@ -30,12 +31,19 @@ class WanTransformer(WanModel):
     serve its role.
     """
 
+    _blocks_compiled = False
+
     def compile_blocks(self, **options: Any) -> None:
         """torch.compile for every block, whole or not at all; options go to torch.compile.
 
         Blocks of one shape of input share one graph. Prompts of other lengths share it too if they are projected with
-        fixed_capacity, or lie in a TextPool.
+        fixed_capacity, or lie in a TextPool. Over a KV cache there is a graph for one row and one for several, and each
+        again for every read, for chunks with extra tokens, and for given frames; lengths and places have none.
         """
+        self._blocks_compiled = True
+        # Torch's own 8 are fewer than the kinds of calls that streams make, and one more is an error. For the process,
+        # as torch before 2.13 has no limit for one function.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
         for block in self.blocks:
             block.compile(fullgraph=True, **options)
 
@@ -168,6 +176,8 @@ class WanTransformer(WanModel):
         x = self.patch_embedding(tokens)
         if extra is not None:
             x, temb, modulation = extra.join(x), extra.per_token(temb), extra.per_token(modulation)
+        elif self._blocks_compiled:
+            x = x.clone()  # a linear layer gives a view, a block does not, and each kind of input has its own graph
         for layer, block in enumerate(self.blocks):
             x = block(
                 x, modulation, rotary, text[layer], None if image is None else image[layer],
