@@ -70,8 +70,8 @@ class FlashAttention4Backend(AttentionBackend):
         else:
             q_side = (metadata.max_seqlen_kv, metadata.cu_seqlens_q, metadata.max_seqlen_q)
             if isinstance(metadata, PackedKV):
-                repeats_to = metadata.last_key_repeats_to
-                out, lse = ops.packed(q, k, v, metadata.cu_seqlens_kv, None, *q_side, repeats_to, *call)
+                keys = (metadata.cu_seqlens_kv, metadata.seqused_kv)
+                out, lse = ops.packed(q, k, v, *keys, *q_side, metadata.last_key_repeats_to, *call)
             elif isinstance(metadata, ExtentKV):
                 out, lse = ops.packed(q, k, v, metadata.starts_kv, metadata.seqused_kv, *q_side, None, *call)
             else:

@@ -69,10 +69,9 @@ class AttentionMetadataState:
         bound = max(lens) if max_seqlen_kv is None else max_seqlen_kv
 
         def build(to_device) -> PackedKV:
-            cu_kv, *cu_q = to_device(_starts(lens), *(() if q is None else (_starts(q),)))
-            if q is None:
-                return PackedKV(cu_kv, bound, lens)
-            return PackedKV(cu_kv, bound, lens, cu_q[0], max(q), q)
+            cu_kv, used, *cu_q = to_device(_starts(lens), lens, *(() if q is None else (_starts(q),)))
+            packed_q = () if q is None else (cu_q[0], max(q), q)
+            return PackedKV(cu_kv, bound, lens, *packed_q, seqused_kv=used)
 
         return self._get(role, ("packed", lens, bound, q), device, build)
 
@@ -89,8 +88,8 @@ class AttentionMetadataState:
 
         def build(to_device) -> MaskedKV:
             kept = [b * length + i for b, row in enumerate(rows) for i, keep in enumerate(row) if keep]
-            cu_kv, gather_index = to_device(_starts(lens), kept)
-            return MaskedKV(PackedKV(cu_kv, length, lens), gather_index)
+            cu_kv, used, gather_index = to_device(_starts(lens), lens, kept)
+            return MaskedKV(PackedKV(cu_kv, length, lens, seqused_kv=used), gather_index)
 
         return self._get(role, ("masked", rows), device, build)
 

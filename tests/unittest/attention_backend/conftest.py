@@ -69,6 +69,7 @@ class Case:
         if isinstance(m, PackedKV):
             k, v = (x.split([*m.kv_lens, len(x) - sum(m.kv_lens)])[b] for x in (k, v))
             fields |= {"cu_seqlens_kv": _starts(m.kv_lens[one], q.device)}
+            fields |= {} if m.seqused_kv is None else {"seqused_kv": m.seqused_kv[one].clone()}
         else:
             fields |= {"seqused_kv": m.seqused_kv[one].clone()}
         if isinstance(m, ExtentKV):
@@ -158,7 +159,9 @@ def make_case():
             return Case(q, k, v, PaddedKV(_int32(kv_lens, device), bound, known), sequences)
         if form.startswith("packed"):
             tail = torch.full((padding, kv_heads, head_dim), poison, dtype=dtype, device=device)
-            metadata = PackedKV(_starts(kv_lens, device), longest, known, **q_side)
+            # Lengths as AttentionMetadataState gives them, and none as with a KV cache's packed Q.
+            used = {} if q_side else {"seqused_kv": _int32(kv_lens, device)}
+            metadata = PackedKV(_starts(kv_lens, device), longest, known, **q_side, **used)
             return Case(q, torch.cat([*ks, tail]), torch.cat([*vs, tail]), metadata, sequences)
 
         if form.startswith("extent"):

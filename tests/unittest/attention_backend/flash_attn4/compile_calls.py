@@ -38,7 +38,8 @@ CALLS = [Call(form, return_lse=lse) for form in ("dense", "padded", "packed", "p
 CALLS += [Call("paged", block_size=128, return_lse=lse) for lse in (False, True)]
 CALLS += [Call("paged", block_size=104), Call("paged_q", block_size=104, return_lse=True)]
 CALLS += [Call("paged_q", block_size=128)]  # a KV cache's block tables
-CALLS += [Call("extent"), Call("extent_q"), Call("extent_q", return_lse=True)]
+# An extent with padded Q is the call that "packed" is.
+CALLS += [Call("extent_q"), Call("extent_q", return_lse=True)]
 # Each of the rest over a few of the forms that read Q and K differently, to keep all of this under two minutes.
 CALLS += [Call("dense", heads=6, kv_heads=2, causal=True)]
 CALLS += [Call("padded", causal=True, return_lse=True), Call("packed_q", causal=True, return_lse=True)]
@@ -100,6 +101,8 @@ def main(results_path: str) -> None:
             metadata = PaddedKV(int32(BATCH), TEXT_ROWS)
         elif call.form.startswith("packed"):
             repeats_to = TEXT_ROWS if call.repeated_key else None
+            # As AttentionMetadataState gives them, and, with packed Q, as a KV cache's operator does.
+            q_side["seqused_kv"] = None if call.repeated_key or call.form == "packed_q" else int32(BATCH)
             metadata = PackedKV(int32(BATCH + 1), TEXT_ROWS, None, **q_side, last_key_repeats_to=repeats_to)
             rows = (BATCH * TEXT_ROWS,)
         elif call.form.startswith("extent"):
