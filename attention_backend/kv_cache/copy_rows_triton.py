@@ -34,7 +34,7 @@ def _kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_ELEMENTS: tl.constexpr,
 ):
-    blocks_of_row: tl.constexpr = tl.cdiv(ROW_ELEMENTS, BLOCK_ELEMENTS)
+    blocks_of_row: tl.constexpr = (ROW_ELEMENTS + BLOCK_ELEMENTS - 1) // BLOCK_ELEMENTS
     batch = tl.program_id(1).to(tl.int64)
     places = (tl.program_id(0) // blocks_of_row) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     elements = (tl.program_id(0) % blocks_of_row) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)

@@ -59,6 +59,7 @@ class Staging:
             self._place(needed, ascending)
         targets: list[Segment] = []
         sources: list[Segment] = []
+        copied: list[tuple[Region, int, int]] = []
         for branch, geometry, tokens in wanted:
             region = self._regions[branch]
             self._regions.move_to_end(branch)
@@ -68,14 +69,18 @@ class Staging:
             for i in range(-(-tokens // branch.block_size)):
                 version = self.pool.versions[branch.blocks[i]]
                 if region.versions.get(i) != version:
-                    region.versions[i] = version
+                    copied.append((region, i, version))
                     start = i * branch.block_size
                     part = [(start, min(branch.block_size, geometry.capacity_tokens - start))]
                     targets += region.rows(part)
                     sources += branch.rows(part)
-                    self.blocks_copied += 1
-            region.changes = branch.changes
         self.rows.copy(targets, self.pool.rows, sources)
+        # Only now: a copy that ran out of memory is to be made again.
+        for region, i, version in copied:
+            region.versions[i] = version
+        for branch, _, _ in wanted:
+            self._regions[branch].changes = branch.changes
+        self.blocks_copied += len(copied)
         return [self._regions[branch].start for branch, _, _ in wanted]
 
     def commit(self, branch: BranchStorage, segments: Sequence[Segment]) -> None:
@@ -147,7 +152,11 @@ class Staging:
     def _add(self, branch: BranchStorage, start: int, lengths: dict[BranchStorage, int]) -> None:
         self.moves += 1
         self._regions[branch] = Region(start, lengths[branch])
-        self.rows.zero([(start, lengths[branch])])  # who was here before may have left NaN
+        try:
+            self.rows.zero([(start, lengths[branch])])  # who was here before may have left NaN
+        except BaseException:
+            self.drop(branch)
+            raise
 
 
 def _starts(free: FreeRuns, lengths: Sequence[int], together: bool) -> list[int] | None:
