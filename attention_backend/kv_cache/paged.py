@@ -187,7 +187,9 @@ class PagedKVCache:
             for row in rows:
                 self.pool.own(row.branch, row.segments)
         batch = self._batches.get(key)
-        if batch is None or not batch.in_place:
+        if batch is not None and not batch.in_place:
+            self._batches.pop(key).retired, batch = True, None
+        if batch is None:
             batch = self._build(rows, read, reason, starts, frame_causal)
         if read != "staged":
             self.set_aside(batch.chunks)
@@ -280,7 +282,7 @@ class PagedKVCache:
         """None of this chunk's serves another forward."""
         for key, batch in list(self._batches.items()):
             if chunk in batch.chunks:
-                batch.over = True
+                batch.retired = True
                 del self._batches[key]
 
     def add(self, session: Session) -> Session:

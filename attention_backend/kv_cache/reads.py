@@ -99,7 +99,7 @@ class PagedBatch(_ReadyBatch):
         slots: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        self.over = False  # a chunk of it is
+        self.retired = False  # a chunk of it is over, or another batch took its place
         self._storage, self._branches = storage, tuple(row.branch for row in rows)
         self._moves, self._places = storage.moves, self._places_now()
         self.chunks = tuple(dict.fromkeys(row.chunk for row in rows))
@@ -125,13 +125,14 @@ class PagedBatch(_ReadyBatch):
         return [self._storage.place_of(branch) for branch in self._branches]
 
     def _check_ready(self) -> None:
-        if self.over:
+        if not self.retired and self.in_place:
+            return
+        if any(chunk.over for chunk in self.chunks):
             raise KVCacheError("a chunk of this batch is over; begin() a new one and make a batch of it")
-        if not self.in_place:
-            raise KVCacheError(
-                "a row of this batch lies elsewhere since another forward was prepared; ask the cache's batch() before "
-                "every forward"
-            )
+        raise KVCacheError(
+            "this batch is out of date: a row of it lies elsewhere since another forward was prepared, or a commit() "
+            "or abort() of a chunk failed midway; ask the cache's batch() before every forward"
+        )
 
     def static(self) -> StaticBatch:
         """A batch with tensors of its own at fixed addresses, for a graph; copy_into() refreshes them."""

@@ -321,3 +321,5 @@ def test_a_forward_follows_a_copy_that_moved_within_its_chunk(harness):
         starts.append(cache.staging._regions[stream.session.branches[0]].start)
     assert starts[0] != starts[1] == starts[2]
     harness.commit([stream], forward)
+    with pytest.raises(KVCacheError, match="is over"):
+        stale.layer(0)
