@@ -14,6 +14,7 @@ import torch
 from attention_backend.interface import AttentionBackend, AttentionBackendError, AttentionSpec
 from attention_backend.kv_cache.batch import LayerKV
 from attention_backend.kv_cache.errors import KVCacheError
+from attention_backend.kv_cache.rows import copy_rows
 from attention_backend.metadata import AttentionMetadata, ExtentKV, PackedKV, PaddedKV, PagedKV
 from attention_backend.selection import backend_classes
 
@@ -135,26 +136,16 @@ def run_write_and_attend(
     padded = form == "padded"
     if padded:
         q, k, v = (x.unflatten(0, (k_cache.shape[0], -1)) for x in (q, k, v))
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        rows = cache if padded else cache.view(-1, *cache.shape[-2:])
-        _write(rows, 1 if padded else 0, slots, new)
+        copy_rows(k_cache, v_cache, slots, k, v)
+    else:
+        k_rows, v_rows = (x.view(1, -1, *x.shape[-2:]) for x in (k_cache, v_cache))
+        copy_rows(k_rows, v_rows, slots, k[None], v[None])
     if form in ("extent", "packed"):
         k_cache, v_cache = (x.view(-1, *x.shape[-2:]) for x in (k_cache, v_cache))
     spec = _spec(role, q.shape[-2], q.shape[-1], q.dtype, q.device, k.shape[-2], softmax_scale)
     metadata = _metadata(form, lens, places, max_seqlen_kv, cu_seqlens_q, max_seqlen_q, k_cache)
     out = _instance(backend_classes()[backend], spec).forward(q, k_cache, v_cache, metadata)
     return out.flatten(0, 1) if padded else out
-
-
-def _write(rows: torch.Tensor, dim: int, slots: torch.Tensor, new: torch.Tensor) -> None:
-    """rows.index_copy_(dim, slots, new), by elements of 8 bytes where that is possible: fewer and larger accesses."""
-    new = new if new.stride(-1) == 1 and new.stride(-2) == new.shape[-1] else new.contiguous()
-    rows, new = rows.flatten(-2), new.flatten(-2)
-    per_element = 8 // new.element_size()
-    layout = [n for x in (rows, new) for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])]
-    if all(n % per_element == 0 for n in layout):
-        rows, new = rows.view(torch.int64), new.view(torch.int64)
-    rows.index_copy_(dim, slots, new)
 
 
 def _metadata(form, lens, places, max_seqlen_kv, cu_seqlens_q, max_seqlen_q, k_cache) -> AttentionMetadata:

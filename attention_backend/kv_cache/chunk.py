@@ -78,6 +78,7 @@ class Chunk:
         """
         self._check_commit()
         session, geometry = self.session, self.geometry
+        session.cache.retire_batches(self)  # first: should this fail midway, the next forward is prepared anew
         if self._staged:
             session.cache.set_aside([self])  # what is written below, should it fail midway, or be rolled back
             self._in_pool = True
@@ -92,6 +93,7 @@ class Chunk:
     def abort(self) -> None:
         """Leaves the session as it was before the chunk, with nothing of what its forwards wrote."""
         self._check("abort")
+        self.session.cache.retire_batches(self)
         self.session._undo(self._record, extra_tokens=self._extra_tokens, in_pool=self._in_pool)
         self.session._end(self)
 
@@ -119,9 +121,8 @@ class Chunk:
             else:
                 cache.pool.changed(branch, segments)
 
-    def _note_forward(self, branch: BranchStorage, extra_tokens: int, *, staged: bool) -> None:
-        """Of a forward that is about to run: what it writes, and where."""
-        index, staging = self.branches.index(branch), self.session.cache.staging
+    def _note_forward(self, index: int, extra_tokens: int, *, staged: bool) -> None:
+        """Of a forward of branch `index` that is about to run: what it writes, and where."""
         self._forwarded.add(index)
         self._extra_tokens = max(self._extra_tokens, extra_tokens)
         if staged:
@@ -130,7 +131,7 @@ class Chunk:
         self._in_pool = True
         if index in self._staged:
             self._staged.remove(index)
-            staging.release(branch)
+            self.session.cache.staging.release(self.branches[index])
 
     def _check(self, what: str) -> None:
         self.session._check_open()
@@ -175,6 +176,7 @@ class RecomputedWindow(Chunk):
         """Puts the new window in the place of the old one. KVCacheError if the chunk is over, or a branch had no
         forward."""
         self._check_commit()
+        self.session.cache.retire_batches(self)
         if not self._in_place:
             self._put_in_place()
         # The old ones. Should memory run out here, they are the chunk's until commit() or abort() is called again.

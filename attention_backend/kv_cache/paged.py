@@ -89,7 +89,7 @@ class PagedKVCache:
         largest = None if max_frames is None else max_frames * frame_tokens + action_capacity + GUARD_ROWS
         self.staging = Staging(self.pool, staging_tokens, largest) if staging_tokens else None
         self.sessions: list[Session] = []
-        self._batches: dict[tuple, PagedBatch] = {}  # of open chunks alone
+        self._batches: dict[tuple, PagedBatch] = {}  # of open chunks alone, by what was asked for
 
     @property
     def free_blocks(self) -> int:
@@ -139,7 +139,6 @@ class PagedKVCache:
         """How many sessions could be opened now, one after another, with these options of open_session."""
         return sizes.sessions_that_fit(self.pool.free, self._geometry(**options), self.block_size, **self.placing)
 
-    @uninterrupted
     def batch(
         self,
         chunks: Sequence[Chunk],
@@ -150,6 +149,8 @@ class PagedKVCache:
     ) -> PagedBatch:
         """The inputs of one forward; to be asked for before every forward, the same object for the same call.
 
+        A batch whose rows moved since, as another one was prepared, is refused at its next use.
+
         chunks: open ones, of this cache. Rows: for each chunk in order, its branches (`branches` of each, default all).
         extra_tokens: for each chunk how many forward-only tokens each of its rows ends in. frame_causal: a frame sees
         what is before it and itself, not the later frames of its chunk. KVCacheError before anything is written.
@@ -157,6 +158,20 @@ class PagedKVCache:
         rows = self._rows(list(chunks), branches, extra_tokens)
         if frame_causal:
             check_frame_causal(rows)
+        key = (frame_causal, *((row.chunk, row.index, row.extra_tokens) for row in rows))
+        batch = self._batches.get(key)
+        if batch is None or not batch.in_place or any(row.staged != (batch.read == "staged") for row in rows):
+            batch = self._prepare(key, rows, frame_causal)
+        self.read_counts[batch.read, batch.read_reason] += 1
+        return batch
+
+    @uninterrupted
+    def _prepare(self, key: tuple, rows: list[Row], frame_causal: bool) -> PagedBatch:
+        """The batch of `key`, and all that is to be done before the first of its forwards in a row.
+
+        Until a row moves or is read in another way, the forwards after it find all as they need it: a block that a
+        chunk has to itself stays its own while the chunk is open, and so does its copy.
+        """
         read, reason = self._choose(rows)
         starts: tuple[int, ...] = ()
         if read == "staged":
@@ -171,16 +186,16 @@ class PagedKVCache:
         else:
             for row in rows:
                 self.pool.own(row.branch, row.segments)
-        ours = tuple((row.chunk, row.branch, row.branch.moves, row.extra_tokens) for row in rows)
-        key = (ours, frame_causal, read, starts)
         batch = self._batches.get(key)
+        if batch is not None and not batch.in_place:
+            self._batches.pop(key).retired, batch = True, None
         if batch is None:
-            batch = self._batches[key] = self._build(rows, read, reason, starts, frame_causal)
+            batch = self._build(rows, read, reason, starts, frame_causal)
         if read != "staged":
             self.set_aside(batch.chunks)
         for row in rows:
-            row.chunk._note_forward(row.branch, row.extra_tokens, staged=read == "staged")
-        self.read_counts[read, reason] += 1
+            row.chunk._note_forward(row.index, row.extra_tokens, staged=read == "staged")
+        self._batches[key] = batch  # only now: what ran out of memory above is to be done again
         return batch
 
     @property
@@ -226,7 +241,7 @@ class PagedKVCache:
             for i in range(len(storage)) if branches is None else branches:
                 if i not in range(len(storage)):
                     raise KVCacheError(f"branch {i!r} of a session with {len(storage)} branches")
-                rows.append(Row(chunk, storage[i], extra_of_chunk))
+                rows.append(Row(chunk, i, storage[i], extra_of_chunk))
         if len({id(row.branch) for row in rows}) != len(rows) or not rows:
             raise KVCacheError(f"branches is {branches!r}; give at least one, and each once")
         return rows
@@ -250,20 +265,25 @@ class PagedKVCache:
         if read == "staged":
             extents = self.backend.supports_extent_kv()
             inputs = reads.staged_read(rows, starts, extents, frame_causal, self.staging, *common)
-            return PagedBatch(rows, read, reason, self.staging.rows, *inputs)
+            return PagedBatch(rows, read, reason, self.staging, *inputs)
         inputs = reads.pool_read(rows, read, frame_causal, self.pool, *common)
-        return PagedBatch(rows, read, reason, self.pool.rows, *inputs)
+        return PagedBatch(rows, read, reason, self.pool, *inputs)
 
     def set_aside(self, chunks: Sequence[Chunk]) -> None:
         """Keeps what the chunks are about to overwrite in the pool, in their journals, all of it in one go."""
-        pairs = [chunk.session._journal(chunk._record) for chunk in chunks if not chunk._journaled]
+        chunks = [chunk for chunk in chunks if not chunk._journaled]
+        pairs = [chunk.session._journal(chunk._record) for chunk in chunks]
         live, kept = ([segment for pair in pairs for segment in pair[i]] for i in range(2))
         self.pool.rows.copy(kept, self.pool.rows, live)
         for chunk in chunks:
             chunk._journaled = True
 
-    def _chunk_is_over(self, chunk: Chunk) -> None:
-        self._batches = {key: batch for key, batch in self._batches.items() if chunk not in batch.chunks}
+    def retire_batches(self, chunk: Chunk) -> None:
+        """None of this chunk's serves another forward."""
+        for key, batch in list(self._batches.items()):
+            if chunk in batch.chunks:
+                batch.retired = True
+                del self._batches[key]
 
     def add(self, session: Session) -> Session:
         self.sessions.append(session)

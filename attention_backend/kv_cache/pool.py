@@ -80,6 +80,7 @@ class BlockPool:
         self.free = FreeRuns(1, num_blocks - 1)
         self.holders: dict[int, list[BranchStorage]] = {}  # of the blocks in use
         self.spares: dict[int, list[int]] = {}  # of blocks that several hold and one may write
+        self.moves = 0  # of any branch
 
     def open_branches(self, geometry: SessionGeometry, *, runs: bool, scattered: bool) -> list[BranchStorage]:
         """Blocks for all branches, or OutOfBlocks and nothing taken. runs and scattered: which placings will do."""
@@ -132,6 +133,8 @@ class BlockPool:
 
     def own(self, branch: BranchStorage, segments: Iterable[Segment]) -> None:
         """Before a branch writes: parts the blocks that others hold too. It moves, unless it is a run: then they do."""
+        if not self.spares:  # then no block that may be written is shared
+            return
         shared = [i for i in branch.block_indices(segments) if len(self.holders[branch.blocks[i]]) > 1]
         if not shared:
             return
@@ -153,6 +156,12 @@ class BlockPool:
                 placed.setdefault(each, list(each.blocks))[i] = spare
         for each, blocks in placed.items():
             each.place(blocks)
+        self.moves += 1
+
+    @staticmethod
+    def place_of(branch: BranchStorage) -> int:
+        """Another number once the branch has moved."""
+        return branch.moves
 
     def close_branches(self, branches: Sequence[BranchStorage]) -> None:
         """Gives up their blocks; those that nobody else has are zeroed and free."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,14 +19,24 @@ from attention_backend.kv_cache.rows import LayerRows, Segment, row_index
 from attention_backend.metadata import AttentionMetadata
 from attention_backend.metadata_state import AttentionMetadataState
 
+if TYPE_CHECKING:
+    from attention_backend.kv_cache.pool import BlockPool
+    from attention_backend.kv_cache.staging import Staging
+
 
 @dataclass(frozen=True, eq=False)
 class Row:
     """A branch of a session in one forward."""
 
     chunk: Chunk
+    index: int  # of the branch
     branch: BranchStorage
     extra_tokens: int
+
+    @property
+    def staged(self) -> bool:
+        """Whether its last forward wrote into the staging buffer, and not into the pool."""
+        return self.index in self.chunk._staged
 
     @property
     def visible_tokens(self) -> int:
@@ -32,7 +44,7 @@ class Row:
         geometry = self.chunk.geometry
         return geometry.visible_tokens(self.chunk.frame_start + self.chunk.frames) + self.extra_tokens
 
-    @property
+    @functools.cached_property
     def segments(self) -> list[Segment]:
         """Token positions of the chunk and the extra tokens behind all that is visible."""
         geometry = self.chunk.geometry
@@ -73,17 +85,23 @@ class _ReadyBatch(KVBatch):
 
 
 class PagedBatch(_ReadyBatch):
-    """The rows of one forward over a paged cache; read_reason says why its read was taken."""
+    """The rows of one forward over a paged cache; read_reason says why its read was taken.
+
+    storage: the pool, or the staging buffer, that its forward writes and reads.
+    """
 
     def __init__(
         self,
         rows: Sequence[Row],
         read: str,
         read_reason: str,
-        layer_rows: LayerRows,
+        storage: BlockPool | Staging,
         slots: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> None:
+        self.retired = False  # a chunk of it is over, or another batch took its place
+        self._storage, self._branches = storage, tuple(row.branch for row in rows)
+        self._moves, self._places = storage.moves, self._places_now()
         self.chunks = tuple(dict.fromkeys(row.chunk for row in rows))
         self.frames = tuple(row.chunk.frames for row in rows)
         self.frame_starts = tuple(row.chunk.frame_start for row in rows)
@@ -91,11 +109,30 @@ class PagedBatch(_ReadyBatch):
         self.frame_tokens = rows[0].chunk.geometry.frame_tokens
         self.extra_tokens = tuple(row.extra_tokens for row in rows)
         self.read, self.read_reason = read, read_reason
-        self._set_up(layer_rows, slots, metadata)
+        self._set_up(storage.rows, slots, metadata)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether all rows lie where they lay when this was made."""
+        # Asked for in every layer: only after something moved are the rows looked at one by one.
+        if self._moves != self._storage.moves:
+            if self._places != self._places_now():
+                return False
+            self._moves = self._storage.moves
+        return True
+
+    def _places_now(self) -> list[int]:
+        return [self._storage.place_of(branch) for branch in self._branches]
 
     def _check_ready(self) -> None:
+        if not self.retired and self.in_place:
+            return
         if any(chunk.over for chunk in self.chunks):
             raise KVCacheError("a chunk of this batch is over; begin() a new one and make a batch of it")
+        raise KVCacheError(
+            "this batch is out of date: a row of it lies elsewhere since another forward was prepared, or a commit() "
+            "or abort() of a chunk failed midway; ask the cache's batch() before every forward"
+        )
 
     def static(self) -> StaticBatch:
         """A batch with tensors of its own at fixed addresses, for a graph; copy_into() refreshes them."""

@@ -169,7 +169,7 @@ class Session:
 
     def _end(self, chunk: Chunk) -> None:
         self._open = None
-        self.cache._chunk_is_over(chunk)
+        self.cache.retire_batches(chunk)
 
     def _overwritten(self, record: Record) -> Segment:
         """Token (first position, count) of the journal slot's content."""

@@ -41,6 +41,7 @@ class Staging:
         shape = (num_rows, *k.shape[-2:])
         self.pool, self.rows = pool, LayerRows(len(pool.rows.layers), shape, k.dtype, torch.device(k.device))
         self.blocks_copied, self.region_rows = 0, region_rows
+        self.moves = 0  # of any copy
         self._free = FreeRuns(0, num_rows)
         self._regions: OrderedDict[BranchStorage, Region] = OrderedDict()  # least recently used first
 
@@ -50,7 +51,7 @@ class Staging:
         wanted: (branch, its geometry, tokens). ascending: the rows must follow the order of the branches, for kernels
         that know sequences by their ends alone. KVCacheError, before anything is written, if they do not fit.
         """
-        starts = [self._regions[b].start if b in self._regions else -1 for b, _, _ in wanted]
+        starts = [self.place_of(branch) for branch, _, _ in wanted]
         if -1 in starts or (ascending and starts != sorted(starts)):
             needed = {
                 branch: self.region_rows or geometry.capacity_tokens + GUARD_ROWS for branch, geometry, _ in wanted
@@ -58,6 +59,7 @@ class Staging:
             self._place(needed, ascending)
         targets: list[Segment] = []
         sources: list[Segment] = []
+        copied: list[tuple[Region, int, int]] = []
         for branch, geometry, tokens in wanted:
             region = self._regions[branch]
             self._regions.move_to_end(branch)
@@ -67,14 +69,18 @@ class Staging:
             for i in range(-(-tokens // branch.block_size)):
                 version = self.pool.versions[branch.blocks[i]]
                 if region.versions.get(i) != version:
-                    region.versions[i] = version
+                    copied.append((region, i, version))
                     start = i * branch.block_size
                     part = [(start, min(branch.block_size, geometry.capacity_tokens - start))]
                     targets += region.rows(part)
                     sources += branch.rows(part)
-                    self.blocks_copied += 1
-            region.changes = branch.changes
         self.rows.copy(targets, self.pool.rows, sources)
+        # Only now: a copy that ran out of memory is to be made again.
+        for region, i, version in copied:
+            region.versions[i] = version
+        for branch, _, _ in wanted:
+            self._regions[branch].changes = branch.changes
+        self.blocks_copied += len(copied)
         return [self._regions[branch].start for branch, _, _ in wanted]
 
     def commit(self, branch: BranchStorage, segments: Sequence[Segment]) -> None:
@@ -106,6 +112,7 @@ class Staging:
     def drop(self, branch: BranchStorage) -> None:
         if branch in self._regions:
             region = self._regions.pop(branch)
+            self.moves += 1
             self._free.give_run(region.start, region.num_rows)
 
     def _place(self, lengths: dict[BranchStorage, int], ascending: bool) -> None:
@@ -138,9 +145,18 @@ class Staging:
                 self._free.take(start, lengths[branch])
                 self._add(branch, start, lengths)
 
+    def place_of(self, branch: BranchStorage) -> int:
+        """The first row of its copy, -1 without one."""
+        return self._regions[branch].start if branch in self._regions else -1
+
     def _add(self, branch: BranchStorage, start: int, lengths: dict[BranchStorage, int]) -> None:
+        self.moves += 1
         self._regions[branch] = Region(start, lengths[branch])
-        self.rows.zero([(start, lengths[branch])])  # who was here before may have left NaN
+        try:
+            self.rows.zero([(start, lengths[branch])])  # who was here before may have left NaN
+        except BaseException:
+            self.drop(branch)
+            raise
 
 
 def _starts(free: FreeRuns, lengths: Sequence[int], together: bool) -> list[int] | None:

@@ -72,6 +72,36 @@ def test_blocks_are_held_together_until_one_writes_and_the_sinks_for_good(harnes
     assert all(x.eq(0).all() for x in harness.contents(cache)), "freed blocks are zeroed"
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_batch_whose_blocks_moved_is_refused_and_the_next_one_follows(harness, graph):
+    """The parent, one run, writes a block that its fork sees in an open chunk: the fork moves."""
+    cache = harness.cache(16, read="auto", poison=NAN)
+    parent = harness.open(cache, recent_frames=3)
+    for _ in range(3):
+        harness.step(cache, [parent])
+    other = fork(parent)
+    harness.step(cache, [parent])
+    chunk = other.session.begin(1)
+    forward = harness.forward(cache, [chunk])
+    stale = forward.batch.static() if graph else forward.batch
+    harness.check([other], forward)
+    assert cache.batch([chunk]) is forward.batch
+    moves = other.session.branches[0].moves
+    harness.step(cache, [parent])
+    assert other.session.branches[0].moves == moves + 1
+    for use in (lambda: stale.layer(0), forward.batch.static):
+        with pytest.raises(KVCacheError, match="lies elsewhere since another forward was prepared"):
+            use()
+    again = harness.forward(cache, [chunk])
+    assert again.batch is not forward.batch
+    if graph:
+        again.batch.copy_into(stale)
+        assert torch.equal(stale.layer(0).metadata.block_table, again.batch.layer(0).metadata.block_table)
+    harness.check([other], again)
+    harness.commit([other], again)
+    harness.step(cache, [parent, other])
+
+
 def test_a_ragged_tail_block_is_copied_when_the_fork_writes_behind_it(harness):
     cache = harness.cache(24, read="block_table")
     parent = harness.open(cache, recent_frames=None, capacity_frames=4)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from attention_backend.kv_cache import KVCacheError
+
 READS = ["extent", "block_table", "staged"]
 
 
@@ -115,3 +117,49 @@ def test_a_recomputed_window_that_runs_out_of_memory_at_its_end_loses_no_blocks(
         stream.session.close()
         assert cache.free_blocks == 127 and not any(x.any() for x in harness.contents(cache))
     assert 2 * 2 <= writes < 100
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_batch_that_runs_out_of_memory_is_asked_for_again_and_abort_brings_all_back(
+    harness, filled, monkeypatch, read
+):
+    memory = Memory(monkeypatch)
+    for writes in range(100):
+        cache, stream = filled(read)
+        before, chunk = harness.window(stream), stream.session.begin(2)
+        if read == "staged":
+            cache.staging.drop(stream.session.branches[0])  # its copy is to be made anew
+            for layer in cache.staging.rows.layers:
+                for x in layer:
+                    x.fill_(float("nan"))
+        if not fails_after(memory, writes, lambda: cache.batch([chunk])):  # noqa: B023
+            break
+        harness.check([stream], harness.forward(cache, [chunk]))
+        chunk.abort()
+        assert harness.same(harness.window(stream), before)
+        harness.step(cache, [stream], 2)
+    assert writes == (2 * 2 if read != "staged" else 2 * 2 * 2)
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("what", ["commit", "abort"])
+def test_a_chunk_whose_end_ran_out_of_memory_may_go_on(harness, filled, monkeypatch, read, what):
+    """Its batch serves no more; the next one is prepared anew."""
+    memory = Memory(monkeypatch)
+    cache, stream = filled(read)
+    chunk = stream.session.begin(2)
+    batch = harness.forward(cache, [chunk]).batch
+    failed = fails_after(memory, 1, getattr(chunk, what))
+    assert failed == (what == "abort" or read == "staged")  # a commit in the pool writes nothing
+    if not failed:
+        return
+    with pytest.raises(KVCacheError, match="out of date: .* failed midway"):
+        batch.layer(0)
+    if what == "commit":
+        forward = harness.forward(cache, [chunk])
+        assert forward.batch is not batch
+        harness.check([stream], forward)
+        harness.commit([stream], forward)
+    else:
+        chunk.abort()
+    harness.step(cache, [stream], 1)

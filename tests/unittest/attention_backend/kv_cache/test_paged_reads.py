@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention_backend import ExtentKV, PackedKV, PagedKV
-from attention_backend.kv_cache import KVCacheError
+from attention_backend.kv_cache import KVCacheError, reads, rows
 
 NAN = float("nan")
 READS = ["extent", "block_table", "staged"]
@@ -108,17 +108,28 @@ def test_a_thousand_chunks_at_constant_memory_and_entries(harness, read):
     assert len(cache._batches) == 0 and len(stream.session._records) == 0
 
 
-def test_forwards_of_a_chunk_after_the_first_build_and_copy_nothing(harness, read):
+def test_forwards_of_a_chunk_after_the_first_build_and_copy_nothing(harness, read, monkeypatch):
     cache = harness.cache(read=read)
     streams = [harness.open(cache, recent_frames=3, branches=2) for _ in range(2)]
+    worked = []
+
+    def noting(name, function):
+        return lambda *arguments, **options: worked.append(name) or function(*arguments, **options)
+
+    places = [(reads, "row_index"), (rows, "row_index"), (cache.pool, "own"), (cache, "set_aside"), (cache, "_build")]
+    for where, name in places + ([(cache.staging, "prepare")] if cache.staging else []):
+        monkeypatch.setattr(where, name, noting(name, getattr(where, name)))
     for _ in range(5):
         chunks = [stream.session.begin(1) for stream in streams]
+        worked.clear()
         first = cache.batch(chunks)
+        assert {"row_index", "_build", "prepare" if read == "staged" else "own"} <= set(worked)
+        worked.clear()
         state = cache.attention_metadata_state
         before = (state.builds, state.device_copies, state.hits)
         for _ in range(4):
             assert cache.batch(chunks) is first
-        assert (state.builds, state.device_copies, state.hits) == before
+        assert (state.builds, state.device_copies, state.hits) == before and not worked
         layers = [first.layer(i) for i in range(2)]
         assert layers[0].metadata is layers[1].metadata and layers[0].slots is layers[1].slots
         for chunk in chunks:

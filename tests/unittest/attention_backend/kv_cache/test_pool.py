@@ -301,6 +301,7 @@ def test_sequences_known_by_their_ends_follow_the_order_of_the_batch(make_harnes
 
 
 def test_a_forward_follows_a_copy_that_moved_within_its_chunk(harness):
+    """And a batch that was made before the move is refused."""
     cache = harness.cache(read="staged", staging_tokens=3 * (48 + GUARD_ROWS))
     small = [harness.open(cache, recent_frames=2) for _ in range(3)]
     harness.step(cache, small)
@@ -308,10 +309,17 @@ def test_a_forward_follows_a_copy_that_moved_within_its_chunk(harness):
     small[2].session.close()
     stream, large = small[1], harness.open(cache, recent_frames=4)
     chunks = [stream.session.begin(1), large.session.begin(1)]
-    starts = []
+    starts, stale = [], None
     for group in ([stream], [stream, large], [stream]):
         forward = harness.forward(cache, chunks[: len(group)])
+        if stale is not None:
+            assert forward.batch is not stale
+            with pytest.raises(KVCacheError, match="lies elsewhere since another forward was prepared"):
+                stale.layer(0)
+        stale = stale or forward.batch
         harness.check(group, forward)
         starts.append(cache.staging._regions[stream.session.branches[0]].start)
     assert starts[0] != starts[1] == starts[2]
     harness.commit([stream], forward)
+    with pytest.raises(KVCacheError, match="is over"):
+        stale.layer(0)
