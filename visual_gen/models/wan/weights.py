@@ -8,10 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from visual_gen.checkpoint import WeightFiles
+from visual_gen.checkpoint import CheckpointError, WeightFiles
 
 # Published image-to-video checkpoints carry this norm, which Wan's forward never uses.
 UNUSED_SUFFIX = ".norm_added_q.weight"
+# How the extra layers of Wan's relatives are named, in the authors' files and in diffusers'.
+RELATIVES = {
+    "patch_embedding_wancamctrl": "camera moves (LingBot-World, Matrix-Game)",
+    "cam_plucker_proj": "camera moves (LingBot-World)",
+    "vace_": "control videos (VACE)",
+}
 
 
 @dataclass(frozen=True)
@@ -83,8 +89,15 @@ def source_slots(model: nn.Module, names: SourceNames = DIFFUSERS_NAMES) -> dict
 
 
 def check_weights(model: nn.Module, files: WeightFiles, names: SourceNames) -> dict[str, tuple[int, ...]]:
-    """The tensors of `files` that no model uses. Raises CheckpointError listing every missing, unexpected and wrongly
-    shaped one of the others."""
+    """The tensors of `files` that no model uses. Raises CheckpointError on a relative of Wan with layers of its own, or
+    listing every missing, unexpected and wrongly shaped tensor."""
+    for name in files.shapes:
+        relative = next((what for part, what in RELATIVES.items() if name.startswith(part)), None)
+        if relative is not None:
+            raise CheckpointError(
+                f"{files.files[0].parent} has {name!r}, a layer for {relative}, which is not served: name one of Wan's "
+                "own models, or a plain causal one made from them"
+            )
     expected = {name: slot.shape for name, slot in source_slots(model, names).items()}
     unused = {name: shape for name, shape in files.shapes.items() if name.endswith(UNUSED_SUFFIX)}
     files.check_names_and_shapes(expected | unused, type(model).__name__)

@@ -63,6 +63,13 @@ def test_missing_unexpected_and_misshapen_tensors_are_all_named(folder):
         assert name in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["patch_embedding_wancamctrl.weight", "vace_blocks.0.proj_in.weight"])
+def test_a_relative_of_wan_is_refused_by_what_its_extra_layers_are_for(folder, name):
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(2)}))
+    with pytest.raises(ValueError, match=f"has '{name}', a layer for (camera moves|control videos) .*not served"):
+        WanTransformer.from_pretrained(folder)
+
+
 def test_the_norm_that_published_checkpoints_carry_unused_is_allowed(folder):
     rewrite(folder, lambda tensors: tensors.update({"blocks.0.attn2.norm_added_q.weight": torch.ones(24)}))
     WanTransformer.from_pretrained(folder)
