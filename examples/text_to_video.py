@@ -12,6 +12,7 @@ prompt = sys.argv[1] if len(sys.argv) > 1 else "a green star moving up and right
 pipe = WanPipeline.from_pretrained("wan-shapes", dtype=torch.float32, device="cpu")
 output = pipe(
     prompt,
+    negative_prompt="anything",  # what wan-shapes takes for "no caption"
     height=96,
     width=96,
     num_frames=33,

@@ -186,8 +186,8 @@ def text_lengths(evaluation) -> Rows:
 
 
 def guidance(evaluation) -> Rows:
-    """Guidance 4 follows the prompt more than guidance 1."""
-    prompts = evaluation.prompts("seen")[:PROMPTS_PER_SIZE]
+    """Guidance 4 follows the prompt more than guidance 1, by all prompts: a few do not tell so small a difference."""
+    prompts = evaluation.prompts("seen")
     shares, rows = {}, []
     for scale in (1.0, 4.0):
         clips = evaluation.generate(prompts, guidance_scale=scale, label=f"guidance {scale:g}")
