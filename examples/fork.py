@@ -11,7 +11,6 @@ engine = StreamEngine.from_pretrained(
     height=96,
     width=96,
     max_sequence_length=64,
-    guidance_scale=4.0,
     max_streams=2,
 )
 frames = FrameStream(engine, engine.open("a red circle moving right on a navy background", seed=0), engine.vae)

@@ -12,7 +12,6 @@ engine = StreamEngine.from_pretrained(
     height=96,
     width=96,
     max_sequence_length=64,
-    guidance_scale=4.0,
     max_streams=3,
 )
 waiting, watched = list(enumerate(PROMPTS)), []

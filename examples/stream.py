@@ -14,7 +14,6 @@ engine = StreamEngine.from_pretrained(
     height=96,
     width=96,
     max_sequence_length=64,
-    guidance_scale=4.0,
 )
 frames = FrameStream(engine, engine.open(prompt, seed=0), engine.vae)
 with VideoWriter("outputs/stream.mp4", fps=16) as video:

@@ -17,7 +17,7 @@ class CausalSettings(ModelSettings):
     width: int = 96
 
     # Latents of clips, encoded once.
-    cached_clips: int = 14336
+    cached_clips: int = 4096
     clips_per_chunk: int = 64
     captions_per_clip: int = 3
     spinning: float = 0.3  # share of shapes that spin, besides those that happen to
@@ -27,7 +27,7 @@ class CausalSettings(ModelSettings):
 
     # Teacher forcing: flow matching of every chunk, with the chunks before it as they are, or nearly so.
     batch: int = 64
-    steps: int = 2600
+    steps: int = 700
     learning_rate: float = 6e-4
     warmup_steps: int = 100
     decay_share: float = 0.7
@@ -42,7 +42,7 @@ class CausalSettings(ModelSettings):
     own_noise: tuple[float, float] = (0.15, 0.85)
 
     # Distillation: guidance and a way of many small steps into forwards of one branch at a few noise levels.
-    distil_steps: int = 900
+    distil_steps: int = 200
     distil_learning_rate: float = 3e-4
     distil_decay_share: float = 0.6
     guidance_scale: float = 4.0

@@ -30,8 +30,8 @@ def stream(random_causal_folder, tmp_path):
 
     def stream(*arguments: str, config: Path | None = None) -> int:
         settings = [f"model.path={random_causal_folder}", "device=cpu", "generation.height=32", "generation.width=32",
-                    "generation.max_sequence_length=48", "causal.frames_per_chunk=2", "causal.recent_frames=4",
-                    "causal.steps=[1000, 500]", "output.crf=0"]  # fmt: skip
+                    "generation.max_sequence_length=48", "generation.guidance_scale=4.0", "causal.frames_per_chunk=2",
+                    "causal.recent_frames=4", "causal.steps=[1000, 500]", "output.crf=0"]  # fmt: skip
         given = [text for setting in settings for text in ("--set", setting)]
         given += [] if "--output" in arguments else ["--output", str(tmp_path / "out.mp4")]
         given += [] if "--chunks" in arguments else ["--chunks", "3"]
