@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention_backend import AUTO_ORDER, AUTO_ORDER_OF_CACHES, AttentionBackend, AttentionSpec, backend_classes
+from attention_backend import (
+    AUTO_ORDER,
+    AUTO_ORDER_OF_CACHES,
+    AttentionBackend,
+    AttentionBackendError,
+    AttentionSpec,
+    backend_classes,
+    check_backend_name,
+)
+from attention_backend.interface import ROLES
 from visual_gen.config import CROSS_KV_MODES, ConfigError, RunConfig
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanConfig, WanTransformer
@@ -85,6 +94,7 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
     """
     model = required_model(config)
     check_settings(model, config)
+    _check_backend_names(config)
     wan, generation, geometry = model.transformer, config.generation, model.geometry
     batch = max(1, len(generation.prompts))
     latent_shape = geometry.latent_shape(batch, generation.num_frames, generation.height, generation.width)
@@ -94,10 +104,13 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
     batched = generation.cfg == "batched"
     rows = batch * (branches if batched else 1)
     lens, lens_from = _text_lens(config, model, text_lens, batch, guided=branches == 2)
+    # Nothing runs here, so what other backends would say on this machine does not matter.
+    backends = dict.fromkeys(ROLES, "sdpa")
+    if wan.image_dim is None:  # the model refuses one
+        backends["cross_image"] = config.attention.cross_image
     weights = WanTransformer(
         wan,
-        # Nothing runs here, so what other backends would say on this machine does not matter.
-        attention=dict.fromkeys(["self", "cross_text"] + ["cross_image"] * (wan.image_dim is not None), "sdpa"),
+        attention=backends,
         dtype=config.torch_dtype(),
         init_weights=False,
     )
@@ -151,12 +164,22 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
     )
 
 
+def _check_backend_names(config: RunConfig) -> None:
+    """Of all roles, as a name that exists nowhere is a mistake whether or not this plan looks at its backend."""
+    for role in ROLES:
+        name = getattr(config.attention, role)
+        try:
+            check_backend_name(name)
+        except AttentionBackendError as error:
+            raise ConfigError(f"attention.{role} = {name!r}: {error}") from None
+
+
 def _repeats_last_key(config: RunConfig, wan: WanConfig) -> bool:
     """Whether the backend of text attention counts a last key several times. Of "auto": what it takes on such a device
     if all packages are installed, so that the plan is one for machines that have yet to be set up."""
     classes, name = backend_classes(), config.attention.cross_text
     if name != "auto":
-        return name in classes and classes[name].supports_repeated_last_key()
+        return classes[name].supports_repeated_last_key()
     device = find_device("auto").type if config.device == "auto" else config.device.partition(":")[0]
     heads = (wan.num_attention_heads, wan.attention_head_dim)
     spec = AttentionSpec("cross_text", *heads, config.torch_dtype(), device)
@@ -197,8 +220,6 @@ def _backend_class(config: RunConfig) -> type[AttentionBackend]:
     classes, name = backend_classes(), config.attention.self
     if name == "auto":
         name = "sdpa" if config.dtype == "float32" else AUTO_ORDER_OF_CACHES[0]
-    if name not in classes:
-        raise ConfigError(f"attention.self = {name!r}: no such backend; there are {', '.join(classes)}")
     return classes[name]
 
 

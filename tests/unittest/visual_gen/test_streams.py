@@ -108,8 +108,8 @@ def test_a_read_that_is_named_is_said_to_be(planned):
 
 
 def test_an_unknown_backend_is_named(planned):
-    with pytest.raises(ValueError, match="attention.self = 'fa9': no such backend"):
-        planned(SMALL, "attention.self=fa9")
+    with pytest.raises(ValueError, match="attention.self = 'sdp': no attention backend 'sdp' .did you mean 'sdpa'"):
+        planned(SMALL, "attention.self=sdp")
 
 
 @pytest.fixture
