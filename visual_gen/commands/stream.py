@@ -66,7 +66,7 @@ def check(request: StreamRequest) -> tuple[str, list[str]]:
         texts=texts, max_sequence_length=generation.max_sequence_length,
     )  # fmt: skip
     if find_model(config) is not None:
-        planned = plan(config.model_copy(update={"generation": generation.model_copy(update={"num_frames": 1})}))
+        planned = plan(config)
         weights = sum(planned.memory_bytes.get(name, 0) for name in ("weights", "text_encoder", "vae"))
         needed = weights + len(request.files) * planned.stream.kv_cache_bytes
         check_memory(needed, config.torch_device(), f"the KV caches of {len(request.files)} streams, with the weights,")

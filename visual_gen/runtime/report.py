@@ -114,11 +114,12 @@ def build_report(config: RunConfig, record: RunRecord, files: Sequence[Path | No
     }
 
 
-def facts_of_run(config: RunConfig, device: str) -> dict[str, Any]:
-    """What every report has: when and where the run was, with what settings and packages."""
+def facts_of_run(config: RunConfig, device: str, *, unread: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What every report has: when and where the run was, with what settings and packages. unread: settings that the
+    run does not read, as pydantic's exclude."""
     return {
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "settings": config.model_dump(mode="json"),
+        "settings": config.model_dump(mode="json", exclude=unread),
         "machine": machine(torch.device(device or "cpu")),
         "versions": {"visual-gen": __version__, "python": platform.python_version()} | installed_versions(PACKAGES),
     }

@@ -201,7 +201,7 @@ def test_flops_are_those_that_torch_counts(mode, per_token):
         with FlopCounterMode(display=False) as counter:
             model(latents, timestep, text_kv=text_kv)
     counts = {str(op).rpartition(".")[2]: count for op, count in counter.get_flop_counts()["Global"].items()}
-    expected = flops(SMALL, tokens, lens, 12, config, per_token)
+    expected = flops(SMALL, tokens, lens, 12, config, per_token, keys=tokens)
     linear = sum(count for op, count in counts.items() if op in ("addmm", "mm"))
     assert linear == expected["linear"]
     # torch counts no attention kernel of the CPU; what a kernel does over N × L scores is 2 matrix products of N·L·d.

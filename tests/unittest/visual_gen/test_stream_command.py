@@ -74,6 +74,12 @@ def test_a_stream_is_a_video_and_a_report(stream, random_causal_folder, tmp_path
     assert len(video["chunk_seconds"]) == 3 and video["chunk_seconds"] == sorted(video["chunk_seconds"])
     assert report["timeline"]["rows"] == [2] * 9  # 2 steps and the commit of 3 chunks, both branches of guidance
     assert report["timeline"]["committing"] == [0, 0, 1] * 3
+    settings = report["settings"]
+    assert set(settings["generation"]) == {
+        "prompt", "negative_prompt", "height", "width", "guidance_scale", "seed", "max_sequence_length", "fps",
+    }  # fmt: skip
+    assert set(settings) == {"model", "dtype", "device", "attention", "generation", "output", "causal", "stream"}
+    assert set(settings["attention"]) == {"self", "cross_text", "cross_kv"}
     assert max(report["timeline"]["used_blocks"]) == report["run"]["peak_blocks"] > 0
     assert report["timeline"]["at_s"][0] == 0
     assert set(report["seconds"]["stages"]) == {"load", "denoise", "decode", "write"}
