@@ -84,10 +84,16 @@ def backend_classes() -> dict[str, type[AttentionBackend]]:
     return dict(_classes)
 
 
+def broken_entry_points() -> dict[str, str]:
+    """What went wrong with each installed entry point that gave no backend, by its name."""
+    backend_classes()
+    return dict(_broken_entry_points)
+
+
 def available_backends() -> dict[str, str | None]:
     """For each known name: None if it can run on this machine, else why not and how to get it."""
     reasons = {name: _unavailable(cls) for name, cls in backend_classes().items()}
-    return _broken_entry_points | reasons
+    return broken_entry_points() | reasons
 
 
 def check_backend_name(name: str) -> None:

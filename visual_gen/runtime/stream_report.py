@@ -92,7 +92,7 @@ def build_stream_report(config: RunConfig, record: StreamRunRecord) -> dict[str,
         if field.name not in ("timeline", "attention", "read_counts", "batch_sizes")
     }
     return {
-        **facts_of_run(config, record.device, unread=_UNREAD),
+        **facts_of_run(config, record.device, engine.attention, unread=_UNREAD),
         "checkpoint_label": record.checkpoint_label,
         "interrupted": record.interrupted,
         "videos": [_video(video) for video in record.videos],
