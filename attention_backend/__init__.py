@@ -1,7 +1,13 @@
 """The kernel layer: attention backends, their selection, and the metadata that they share."""
 
 from attention_backend.graph_buffers import GraphBuffers
-from attention_backend.interface import AttentionBackend, AttentionBackendError, AttentionSpec, AttentionTensorLayout
+from attention_backend.interface import (
+    CAPABILITIES,
+    AttentionBackend,
+    AttentionBackendError,
+    AttentionSpec,
+    AttentionTensorLayout,
+)
 from attention_backend.merge import merge_attention, merge_pad_rows
 from attention_backend.metadata import ExtentKV, MaskedKV, PackedKV, PackedPadKV, PaddedKV, PagedKV
 from attention_backend.metadata_state import AttentionMetadataState
@@ -13,6 +19,8 @@ from attention_backend.selection import (
     auto_order,
     available_backends,
     backend_classes,
+    broken_entry_points,
+    check_backend_name,
     register_backend,
     select_backend,
 )
@@ -20,6 +28,7 @@ from attention_backend.selection import (
 __all__ = [
     "AUTO_ORDER",
     "AUTO_ORDER_OF_CACHES",
+    "CAPABILITIES",
     "AttentionBackend",
     "AttentionBackendError",
     "AttentionMetadataState",
@@ -36,6 +45,8 @@ __all__ = [
     "auto_order",
     "available_backends",
     "backend_classes",
+    "broken_entry_points",
+    "check_backend_name",
     "merge_attention",
     "merge_pad_rows",
     "pad_formulation",

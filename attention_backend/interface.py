@@ -17,6 +17,7 @@ from attention_backend.metadata import AttentionMetadata, ExtentKV, PackedKV, Pa
 
 ROLES = ("self", "cross_text", "cross_image")
 NEEDS = frozenset({"varlen", "padding_mask", "lse", "paged_kv", "extent_kv", "grad"})
+CAPABILITIES = NEEDS | {"causal", "repeated_last_key"}  # each has a supports_* method of AttentionBackend
 
 
 class AttentionTensorLayout(Enum):
@@ -87,7 +88,7 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     preferred_layout: ClassVar[AttentionTensorLayout] = AttentionTensorLayout.NHD
-    capabilities: ClassVar[frozenset[str]] = frozenset()  # names of the supports_* methods, without "supports_"
+    capabilities: ClassVar[frozenset[str]] = frozenset()  # out of CAPABILITIES
     compiles_kernels: ClassVar[bool] = False  # at the first call of each kind, which then takes seconds
     preferred_block_size: ClassVar[int] = 16  # tokens of a block of a paged cache that this backend reads best
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 from attention_backend.flash_attn4 import FlashAttention4Backend
-from attention_backend.interface import AttentionBackend, AttentionBackendError, AttentionSpec
+from attention_backend.interface import CAPABILITIES, AttentionBackend, AttentionBackendError, AttentionSpec
 from attention_backend.paged_flash_attn3 import PagedFlashAttention3Backend
 from attention_backend.sdpa import SDPABackend
 
@@ -35,19 +36,38 @@ class Selection:
 def register_backend(cls: type[AttentionBackend]) -> type[AttentionBackend]:
     """Adds a backend class under `cls.name`; usable as a decorator. "auto" does not consider it: name it to use it.
 
-    Raises ValueError if the name is missing, is "auto", or belongs to another class.
+    Raises ValueError if the name is missing, is "auto", or belongs to another class, and if `cls.capabilities` is no
+    set of names of CAPABILITIES.
     """
     if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
         raise ValueError(f"{cls!r} is no subclass of AttentionBackend; only those can be registered")
     name = getattr(cls, "name", None)
     if not isinstance(name, str) or not name or name == "auto":
         raise ValueError(f"{cls.__name__}.name is {name!r}; a backend needs a name of its own other than 'auto'")
+    _check_capability_names(cls)
     known = _classes.get(name)
     # A module imported twice (a reload) registers the same class again; another class under the name is a mistake.
     if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(f"backend name {name!r} already belongs to {known.__module__}.{known.__qualname__}")
     _classes[name] = cls
     return cls
+
+
+def _check_capability_names(cls: type[AttentionBackend]) -> None:
+    found = cls.capabilities
+    # A bare text would answer for every text within it: "lse" in "false".
+    if not isinstance(found, set | frozenset):
+        raise ValueError(f"{cls.__name__}.capabilities is {found!r}; it must be a set of names, such as {{'lse'}}")
+    for name in sorted(found - CAPABILITIES, key=str):
+        raise ValueError(
+            f"{cls.__name__}.capabilities has {name!r}{_did_you_mean(name, CAPABILITIES)}; known are "
+            f"{', '.join(sorted(CAPABILITIES))}"
+        )
+
+
+def _did_you_mean(name: object, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=0.4)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def backend_classes() -> dict[str, type[AttentionBackend]]:
@@ -64,10 +84,30 @@ def backend_classes() -> dict[str, type[AttentionBackend]]:
     return dict(_classes)
 
 
+def broken_entry_points() -> dict[str, str]:
+    """What went wrong with each installed entry point that gave no backend, by its name."""
+    backend_classes()
+    return dict(_broken_entry_points)
+
+
 def available_backends() -> dict[str, str | None]:
     """For each known name: None if it can run on this machine, else why not and how to get it."""
     reasons = {name: _unavailable(cls) for name, cls in backend_classes().items()}
-    return _broken_entry_points | reasons
+    return broken_entry_points() | reasons
+
+
+def check_backend_name(name: str) -> None:
+    """Raises AttentionBackendError unless `name` is "auto" or a backend that is registered, be it available or not."""
+    classes = backend_classes()
+    if not isinstance(name, str):
+        raise AttentionBackendError(f"the backend's name is {name!r}; it must be 'auto' or one of {sorted(classes)}")
+    if name == "auto" or name in classes:
+        return
+    if name in _broken_entry_points:
+        raise AttentionBackendError(f"backend {name!r}: {_broken_entry_points[name]}")
+    raise AttentionBackendError(
+        f"no attention backend {name!r}{_did_you_mean(name, classes)}; known: auto, {', '.join(sorted(classes))}"
+    )
 
 
 def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
@@ -76,17 +116,10 @@ def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
     name: a registered name, which serves `spec` or raises AttentionBackendError with every reason and what would
     serve, or "auto", which takes the first of auto_order(spec) that can.
     """
+    check_backend_name(name)
     classes = backend_classes()
     if name == "auto":
         return _select_auto(classes, spec)
-    if not isinstance(name, str):
-        raise AttentionBackendError(f"the backend's name is {name!r}; it must be 'auto' or one of {sorted(classes)}")
-    if name in _broken_entry_points and name not in classes:
-        raise AttentionBackendError(f"backend {name!r}: {_broken_entry_points[name]}")
-    if name not in classes:
-        near = difflib.get_close_matches(name, classes, n=1, cutoff=0.4)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise AttentionBackendError(f"no attention backend {name!r}{hint}; known: auto, {', '.join(sorted(classes))}")
     reasons = _reasons_against(classes[name], spec)
     if reasons:
         serving = [other for other, cls in classes.items() if other != name and not _reasons_against(cls, spec)]

@@ -52,7 +52,8 @@ def resolve_folder(folder_or_id: str | Path, *, files: Sequence[str] = PIPELINE_
     `folder_or_id` is "wan-shapes" (the checkpoint that ships with this package), a folder, or a Hugging Face Hub id
     "owner/name". Of a Hub repository only the paths matching `files` are fetched, unless they are cached already.
 
-    Raises CheckpointError when nothing of that name can be found, with every place that was looked in.
+    Raises CheckpointError when nothing of that name can be found, with every place that was looked in, and on a
+    packaged checkpoint whose weights this version of the package lacks.
     """
     name = str(folder_or_id)
     if not name.strip():
@@ -63,6 +64,7 @@ def resolve_folder(folder_or_id: str | Path, *, files: Sequence[str] = PIPELINE_
             raise CheckpointError(
                 f"the checkpoint {name!r} ships with this package, but {folder} is missing: install the package again"
             )
+        _check_packaged_weights(name, folder)
         return folder
     folder = Path(os.path.expanduser(folder_or_id))  # Path's own raises on an unknown user
     if folder.is_dir():
@@ -75,6 +77,18 @@ def resolve_folder(folder_or_id: str | Path, *, files: Sequence[str] = PIPELINE_
         f"checkpoint folder {name!r} not found (looked for {folder.absolute()}){_did_you_mean(name)}: "
         "check the path, or download the checkpoint there in diffusers folder format"
     )
+
+
+def _check_packaged_weights(name: str, folder: Path) -> None:
+    """Configuration files may ship before the weights that they are of; nothing else is to say so in its own way."""
+    shares = read_json(folder / SHARES_FILE) if (folder / SHARES_FILE).exists() else {}
+    own = [part for part in ("transformer", "text_encoder", "vae") if part not in shares]
+    if lacking := [part for part in own if not any((folder / part).glob("*.safetensors"))]:
+        raise CheckpointError(
+            f"this version of the package ships without the weights of {name!r} ({folder} has none of "
+            f"{', '.join(lacking)}): train it, as examples/wan_shapes does, or name another checkpoint "
+            "(--set model.path=…)"
+        )
 
 
 def part_path(folder: str | Path, part: str) -> Path:

@@ -28,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     generate = _command(commands, "generate", "make a video from a prompt, with a report beside it")
     _config_arguments(generate)
+    _image_arguments(generate)
     _output_arguments(generate)
 
     stream = _command(commands, "stream", "make videos of any length, chunk by chunk, many at once, with a report")
@@ -36,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = _command(commands, "plan", "what a configuration costs, without loading weights")
     _config_arguments(plan)
+    _image_arguments(plan)
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
     plan.add_argument(
         "--text-lens",
@@ -51,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     warmup = _command(commands, "warmup", "compile the attention kernels that a configuration will call")
     _config_arguments(warmup)
+    _image_arguments(warmup)
     warmup.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     convert = _command(commands, "convert", "write a checkpoint of Wan's authors as a diffusers folder")
@@ -92,13 +95,6 @@ def _config_arguments(command: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="what to show; given several times, all clips are made in one batch and numbered FILE-0.mp4, …",
     )
-    for option, end in (("--image", "starts"), ("--last-image", "ends")):
-        command.add_argument(
-            option,
-            action="append",
-            metavar="FILE",
-            help=f"the picture that the video {end} with, for models that take one; for all prompts, or one for each",
-        )
     command.add_argument(
         "--set",
         action="append",
@@ -107,6 +103,16 @@ def _config_arguments(command: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="replace one setting, for example --set generation.num_frames=33",
     )
+
+
+def _image_arguments(command: argparse.ArgumentParser) -> None:
+    for option, end in (("--image", "starts"), ("--last-image", "ends")):
+        command.add_argument(
+            option,
+            action="append",
+            metavar="FILE",
+            help=f"the picture that the video {end} with, for models that take one; for all prompts, or one for each",
+        )
 
 
 def _output_arguments(command: argparse.ArgumentParser) -> None:

@@ -155,6 +155,20 @@ class GenerationConfig(_Section):
         return tuple(self.seed + i for i in range(len(self.prompts)))
 
 
+# Of `generation`: what says how a whole video is made, which a stream refuses, and why.
+OF_WHOLE_VIDEOS = {
+    "num_frames": "--chunks says how long the video is",
+    "num_inference_steps": "causal.steps has the steps of a chunk",
+    "scheduler": "causal.steps has the steps of a chunk",
+    "flow_shift": "causal.flow_shift is the stream's",
+    "cfg": "streams of one forward have their branches in it too",
+    "image": "a stream is made from text",
+    "last_image": "a stream is made from text",
+    "guidance_scale_2": "a stream has one transformer",
+    "boundary_ratio": "a stream has one transformer",
+}
+
+
 class CausalConfig(_Section):
     """How a causal model makes a video of any length, a chunk of latent frames at a time.
 

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib import metadata
 from typing import Any
 
-from attention_backend import AUTO_ORDER, available_backends, backend_classes
-from visual_gen.runtime.versions import installed_versions
-
-CAPABILITIES = ("varlen", "lse", "paged_kv", "extent_kv", "causal", "padding_mask")
-# The distributions that carry the kernels of our own backends; one from elsewhere carries its own.
-KERNEL_PACKAGES = {
-    "sdpa": ("torch",),
-    "flash_attn4": ("flash-attn-4", "nvidia-cutlass-dsl"),
-    "paged_flash_attn3": ("flash-attn-3", "vllm", "sgl-kernel"),
-}
+from attention_backend import AUTO_ORDER, CAPABILITIES, available_backends, backend_classes, broken_entry_points
+from visual_gen.runtime.versions import kernel_versions
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -36,18 +27,14 @@ def describe_backends() -> list[dict[str, Any]]:
         row: dict[str, Any] = {"name": name, "available": reasons[name] is None, "reason": reasons[name]}
         cls = classes.get(name)
         if cls is not None:  # an entry point that failed to load has a reason and no class
-            packages = KERNEL_PACKAGES.get(name) or _distributions(cls)
-            versions = installed_versions(packages)
-            row["versions"] = {package: version for package, version in versions.items() if version}
+            # One that its module registered all the same.
+            row["entry_point_problem"] = broken_entry_points().get(name)
+            row["versions"] = kernel_versions(name)
             row["kernels_from"] = cls.kernels_from()
-            row["capabilities"] = {need: getattr(cls, f"supports_{need}")() for need in CAPABILITIES}
+            row["capabilities"] = {need: getattr(cls, f"supports_{need}")() for need in sorted(CAPABILITIES)}
             row["preferred_layout"] = cls.preferred_layout.value
         rows.append(row)
     return rows
-
-
-def _distributions(cls: type) -> tuple[str, ...]:
-    return tuple(metadata.packages_distributions().get(cls.__module__.split(".")[0], ()))
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
@@ -57,20 +44,22 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
     console = Console()
     console.print("Attention backends, in the order that auto tries them")
-    table = Table()
-    for column in ("", *(row["name"] for row in rows)):
-        table.add_column(column)
-    table.add_row("here", *(Text("yes", "green") if row["available"] else Text("no", "red") for row in rows))
-    table.add_row(
-        "kernel packages",
-        *("\n".join(f"{name} {version}" for name, version in row.get("versions", {}).items()) or "–" for row in rows),
-    )
-    table.add_row("kernels from", *(row.get("kernels_from") or "–" for row in rows))
-    for need in CAPABILITIES:
-        able = (row.get("capabilities", {}).get(need) for row in rows)
-        table.add_row(need, *({True: "yes", False: "no", None: "?"}[value] for value in able))
-    table.add_row("layout", *(row.get("preferred_layout", "?") for row in rows))
+    table = Table(show_lines=True)
+    # In 80 columns too, names are folded at worst, and none is shortened.
+    for column, width in (("", None), ("here", None), ("can", 18), ("layout", None), ("kernel packages", 16)):
+        table.add_column(column, min_width=width, overflow="fold")
+    for row in rows:
+        here = Text("yes", "green") if row["available"] else Text("no", "red")
+        able = row.get("capabilities", {})
+        kernels = [f"{name} {version}" for name, version in row.get("versions", {}).items()]
+        kernels += [f"from {row['kernels_from']}"] if row.get("kernels_from") else []
+        can = ", ".join(need for need in able if able[need])
+        if cannot := [need for need in able if not able[need]]:
+            can += f"\nnot: {', '.join(cannot)}"
+        table.add_row(row["name"], here, can or "?", row.get("preferred_layout", "?"), "\n".join(kernels) or "–")
     console.print(table)
     for row in rows:
         if row["reason"]:
             console.print(Text.assemble((row["name"], "bold"), f" is not available: {row['reason']}"), soft_wrap=True)
+        if row.get("entry_point_problem"):
+            console.print(Text.assemble((row["name"], "bold"), f": {row['entry_point_problem']}"), soft_wrap=True)

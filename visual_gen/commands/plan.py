@@ -7,7 +7,8 @@ import json
 import math
 
 from visual_gen.commands.settings import config_from_arguments
-from visual_gen.runtime.plan import Plan, StreamPlan, plan
+from visual_gen.runtime.plan import Plan, plan
+from visual_gen.runtime.stream_plan import StreamPlan
 from visual_gen.runtime.units import format_bytes, format_count
 
 MEMORY_ROWS = {
@@ -17,6 +18,7 @@ MEMORY_ROWS = {
     "vae": "VAE weights",
     "image_encoder": "image encoder weights",
     "text_kv": "text keys and values",
+    "kv_cache": "KV caches",
 }
 
 
@@ -39,15 +41,24 @@ def _print_tables(found: Plan) -> None:
     shares = ", ".join(
         f"{name.replace('_', ' ')} {count / total_flops:.0%}" for name, count in found.flops_per_step.items()
     )
+    size, forward_rows = f"{found.width}×{found.height}, {found.num_frames} frames", f"{found.rows_per_forward} row(s)"
+    all_flops = format_count(total_flops * found.num_steps)
+    if found.stream is None:
+        what, forwards = ("video", size), ("forwards of a step", f"{found.forwards_per_step} with {forward_rows}")
+        step, whole = "FLOPs of a step", (f"FLOPs of {found.num_steps} steps", all_flops)
+    else:
+        what = ("chunk", f"{size}, {frames} latent")
+        forwards = ("forwards of a chunk", f"{found.num_steps}, the last to commit, with {forward_rows}")
+        step, whole = "FLOPs of a forward", ("FLOPs of a chunk", f"{all_flops}, once the window is full")
     rows = [
         ("model", found.source),
         ("parameters", f"{experts}{found.parameters:,}"),
-        ("video", f"{found.width}×{found.height}, {found.num_frames} frames"),
+        what,
         ("latents", f"{channels} channels, {frames} × {height} × {width}"),
         ("tokens", f"{found.tokens:,} in each row"),
-        ("forwards of a step", f"{found.forwards_per_step} with {found.rows_per_forward} row(s)"),
-        ("FLOPs of a step", f"{format_count(total_flops)} ({shares})"),
-        (f"FLOPs of {found.num_steps} steps", format_count(total_flops * found.num_steps)),
+        forwards,
+        (step, f"{format_count(total_flops)} ({shares})"),
+        whole,
     ]
     console = Console()
     table = Table(show_header=False)
@@ -55,8 +66,10 @@ def _print_tables(found: Plan) -> None:
         table.add_row(*row)
     console.print(table)
 
-    lens = ", ".join(map(str, found.text_lens))
-    console.print(f"\nText keys and values, {lens} tokens ({found.text_lens_from})", highlight=False)
+    texts = f"{', '.join(map(str, found.text_lens))} tokens ({found.text_lens_from})"
+    if found.stream is not None:
+        texts += f", in {found.stream.text_slots} slots of a stream, each for the longest text"
+    console.print(f"\nText keys and values, {texts}", highlight=False, soft_wrap=True)
     table = Table()
     for column, justify in (("cross_kv", "left"), ("bytes", "right"), ("", "left")):
         table.add_column(column, justify=justify)
@@ -90,7 +103,6 @@ def _print_stream(stream: StreamPlan) -> None:
     table = Table(show_header=False)
     for row in (
         ("visible latent frames", str(stream.window_frames)),
-        ("tokens of a chunk", f"{stream.chunk_tokens:,} in each row"),
         ("timesteps", ", ".join(f"{t:.1f}" for t in stream.timesteps) + ", then 0 to commit"),
         ("KV cache of a stream", f"{format_bytes(stream.kv_cache_bytes)}, in blocks of {stream.block_size} tokens"),
         ("read of a fresh session", f"{stream.read.replace('_', ' ')} ({stream.read_reason})"),

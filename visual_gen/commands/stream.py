@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from visual_gen.commands.generate import announce, say, writing
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises ValueError and OSError before anything is written; RuntimeError if a video ended early, KeyboardInterrupt
     if Ctrl-C did that, both after all that was made is in files that play."""
     request = stream_request(arguments)
-    label, warnings = check(request)
+    folder, label, warnings = check(request)
     for warning in warnings:
         logger.warning(warning)
     start = time.perf_counter()
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     announce(request.config.model.path, label, engine.transformer.attention_choices)
     record = make(request, engine, videos)
     record.stage_seconds = {"load": loaded} | record.stage_seconds
-    record.warnings, record.checkpoint_label = warnings, label
+    record.checkpoint, record.warnings, record.checkpoint_label = str(folder), warnings, label
     _report(request.config, record)
     if record.interrupted:
         made = "; ".join(f"{v.file or 'no file'}: {len(v.chunk_seconds)} chunks" for v in record.videos)
@@ -48,8 +49,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise RuntimeError("; ".join(faults) + ". What was made before is kept")
 
 
-def check(request: StreamRequest) -> tuple[str, list[str]]:
-    """What the checkpoint calls itself, and warnings. Raises ValueError, before weights are read."""
+def check(request: StreamRequest) -> tuple[Path, str, list[str]]:
+    """The checkpoint's folder, what it calls itself, and warnings. Raises ValueError, before weights are read."""
     from visual_gen.pipelines.stream_opening import check_streams
     from visual_gen.runtime.memory import check_memory
     from visual_gen.runtime.model import find_model
@@ -66,7 +67,7 @@ def check(request: StreamRequest) -> tuple[str, list[str]]:
         texts=texts, max_sequence_length=generation.max_sequence_length,
     )  # fmt: skip
     if find_model(config) is not None:
-        planned = plan(config.model_copy(update={"generation": generation.model_copy(update={"num_frames": 1})}))
+        planned = plan(config)
         weights = sum(planned.memory_bytes.get(name, 0) for name in ("weights", "text_encoder", "vae"))
         needed = weights + len(request.files) * planned.stream.kv_cache_bytes
         check_memory(needed, config.torch_device(), f"the KV caches of {len(request.files)} streams, with the weights,")
@@ -129,7 +130,7 @@ def make(request: StreamRequest, engine: StreamEngine, videos: list[StreamVideo]
     return StreamRunRecord(
         videos=[video.record for video in videos], engine=engine.record(), stage_seconds=seconds,
         started_s=timeline[0].at_s if timeline else 0.0, peak_memory=peak_memory(engine.transformer.device),
-        checkpoint=request.config.model.path, device=str(engine.transformer.device), interrupted=interrupted,
+        device=str(engine.transformer.device), interrupted=interrupted,
     )  # fmt: skip
 
 

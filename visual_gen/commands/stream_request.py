@@ -9,21 +9,8 @@ from pathlib import Path
 
 from visual_gen.commands.generate import output_files
 from visual_gen.commands.settings import config_from_arguments
-from visual_gen.config import ConfigError, RunConfig, StreamConfig, check_unicode
+from visual_gen.config import OF_WHOLE_VIDEOS, ConfigError, RunConfig, StreamConfig, check_unicode
 from visual_gen.runtime.files import expanded
-
-# Of `generation`: what says how a whole video is made, and would be passed over here.
-_OF_WHOLE_VIDEOS = {
-    "num_frames": "--chunks says how long the video is",
-    "num_inference_steps": "causal.steps has the steps of a chunk",
-    "scheduler": "causal.steps has the steps of a chunk",
-    "flow_shift": "causal.flow_shift is the stream's",
-    "cfg": "streams of one forward have their branches in it too",
-    "image": "a stream is made from text",
-    "last_image": "a stream is made from text",
-    "guidance_scale_2": "a stream has one transformer",
-    "boundary_ratio": "a stream has one transformer",
-}
 
 
 @dataclass(frozen=True)
@@ -53,8 +40,8 @@ def stream_request(arguments: argparse.Namespace) -> StreamRequest:
             "there is no causal section: it says how a stream is made (frames_per_chunk, recent_frames, steps, …); "
             "configs/wan_shapes_stream.yaml has one"
         )
-    for key in sorted(config.generation.model_fields_set & _OF_WHOLE_VIDEOS.keys()):
-        raise ConfigError(f"generation.{key} is of whole videos: leave it out; {_OF_WHOLE_VIDEOS[key]}")
+    for key in sorted(config.generation.model_fields_set & OF_WHOLE_VIDEOS.keys()):
+        raise ConfigError(f"generation.{key} is of whole videos: leave it out; {OF_WHOLE_VIDEOS[key]}")
     if config.offload != "none":
         raise ConfigError(
             f"offload = {config.offload!r}: is for a pair of transformers, and a stream has one; leave it out"

@@ -149,8 +149,9 @@ class Attention(nn.Module):
             raise ValueError(f"a {self.role!r} site sees all of its text or image: leave cache and block_mask out")
         if self.role == "cross_image":
             raise ValueError("a 'cross_image' site has no Q of its own: call attend with the text site's project_q")
-        if kv is None or rotary is not None:
-            raise ValueError("a 'cross_text' site takes the CrossKV that make_cross_kv gives, and no rotary")
+        if rotary is not None:
+            raise ValueError("a 'cross_text' site has no positions: leave rotary out")
+        _check_cross_kv(kv)
         return self.to_out(self.attend(self.project_q(x), kv).flatten(2))
 
     def project_qkv(
@@ -201,16 +202,24 @@ class Attention(nn.Module):
         packed rows lie in a buffer for B · padded_len rows, so that a compiled or captured step takes every layout.
         "packed_pad_exact" takes the formulation that is fastest for the layout. Raises ValueError on bad rows.
         """
+        if self.role == "self":
+            raise ValueError("a 'self' site attends to its own rows: make a 'cross_text' site for rows of text")
+        width = self.to_kv.in_features
+        for i, x in enumerate(rows):
+            _check_rows(f"rows[{i}]", x, (None, width))
         lens = host_lens("lengths of rows", [len(x) for x in rows], padded_len)
+        needs_pad = min(lens) < padded_len and self.cross_kv != "packed"
+        if needs_pad and pad_row is None:
+            raise ValueError(f"rows have lengths {lens} of {padded_len}: give pad_row, which stands behind them")
+        if pad_row is not None:
+            _check_rows("pad_row", pad_row, (1, width))
         order = range(len(rows)) if index is None else host_lens("index", index, len(rows) - 1)
         # Each sequence is projected alone: the bits of a matrix product depend on how many rows it has, and a prompt's
         # must not depend on its neighbours.
         projected = {i: self.project_kv(rows[i]) for i in dict.fromkeys(order)}
         keys, values = zip(*(projected[i] for i in order), strict=True)
         pad = None
-        if min(lens) < padded_len and self.cross_kv != "packed":
-            if pad_row is None:
-                raise ValueError(f"rows have lengths {lens} of {padded_len}: give pad_row, which stands behind them")
+        if needs_pad:
             pad = tuple(x[0].clone() for x in self.project_kv(pad_row))  # no view: it would keep K and V together
         return self.arrange_kv(keys, values, padded_len, pad, fixed_capacity=fixed_capacity)
 
@@ -255,6 +264,7 @@ class Attention(nn.Module):
 
         With ExtentKV that packs Q, sequences are runs of q's B·S rows, whatever B is.
         """
+        _check_cross_kv(kv)
         if isinstance(kv.metadata, ExtentKV) and kv.metadata.cu_seqlens_q is not None:
             return self.backend.forward(q.flatten(0, 1), kv.k, kv.v, kv.metadata).unflatten(0, q.shape[:2])
         if not isinstance(kv.metadata, PackedPadKV):
@@ -298,3 +308,16 @@ class Attention(nn.Module):
             raise ValueError(f"kv_lens has {len(lens)} lengths for k, v of batch {k.shape[0]}")
         metadata = state.packed_kv(self.role, lens, k.device, max_seqlen_kv=k.shape[1])
         return pack_rows(k, lens), pack_rows(v, lens), metadata
+
+
+def _check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int]) -> None:
+    count, width = shape
+    found = tuple(x.shape) if isinstance(x, torch.Tensor) else None
+    if found is None or len(found) != 2 or found[1] != width or count not in (None, found[0]):
+        what = f"is a {type(x).__name__}" if found is None else f"has shape {found}"
+        raise ValueError(f"{name} {what}; this site takes [{'n' if count is None else count}, {width}]")
+
+
+def _check_cross_kv(kv: CrossKV) -> None:
+    if not isinstance(kv, CrossKV):
+        raise ValueError(f"kv is a {type(kv).__name__}; it must be a CrossKV, as make_cross_kv makes from rows of text")

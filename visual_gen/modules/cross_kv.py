@@ -16,7 +16,7 @@ CROSS_KV_NEEDS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CrossKV:
     """Keys and values of one cross-attention site, ready for every step.
 
@@ -36,6 +36,12 @@ class CrossKV:
         if self.metadata is None:
             return "padded"
         return getattr(self.metadata, "formulation", "packed")
+
+    def __repr__(self) -> str:
+        tensors = [f"{name}={list(x.shape)}" for name in ("k", "v", "k_pad", "v_pad")
+                   if (x := getattr(self, name)) is not None]  # fmt: skip
+        metadata = None if self.metadata is None else type(self.metadata).__name__
+        return f"CrossKV({', '.join(tensors)}, {self.k.dtype}, {self.k.device}, metadata={metadata})"
 
     def signature(self) -> tuple:
         """What a CUDA graph over these keys and values is keyed on; without the lengths."""

@@ -136,6 +136,7 @@ def _parts_of_folder(folder: Path, base: str | Path | None) -> tuple[Path, list[
 
 
 def _parts_of_pickle(file: Path, base: str | Path | None, state_dict: str | None) -> tuple[Path, list[_Part]]:
+    weights = PickledWeights.open_file(file, state_dict=state_dict)
     if base is None:
         raise ValueError(
             f"{file} holds a transformer's weights alone: give --base, the folder of the model that it was made from, "
@@ -146,7 +147,6 @@ def _parts_of_pickle(file: Path, base: str | Path | None, state_dict: str | None
     if any(index.get("transformer_2") or ()):
         raise ValueError(f"{folder} has two transformers, {file} is one: give the base that it was made from")
     config = WanConfig.from_folder(folder / "transformer")
-    weights = PickledWeights.open_file(file, state_dict=state_dict)
     return folder, [_Part("transformer", _wan_json(config), weights=_in_diffusers_names(config, weights)),
                     *_other_parts(folder, index)]  # fmt: skip
 

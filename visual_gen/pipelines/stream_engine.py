@@ -31,6 +31,7 @@ from visual_gen.pipelines.stream_snapshot import Snapshot, snapshot_meta
 from visual_gen.pipelines.stream_state import StreamEvent, check_guidance, stream_settings
 from visual_gen.pipelines.stream_text import TextSlots, check_text
 from visual_gen.pipelines.text import TextRows
+from visual_gen.runtime.streams import TEXT_SLOTS
 
 
 class StreamEngine:
@@ -69,7 +70,7 @@ class StreamEngine:
         self.cache = engine_cache(
             transformer, self.causal, frame_tokens, options, pads=pad_rows(buckets, chunk_frames)
         )  # fmt: skip
-        slots = options.text_slots or 3 * options.max_streams
+        slots = options.text_slots or TEXT_SLOTS * options.max_streams
         self._texts = TextSlots(transformer, slots, options.text_len, encode)
         self._run = StreamForward(
             transformer, self.cache, self._texts, grid, chunk_frames, buckets=buckets, graphs=options.graphs

@@ -29,10 +29,11 @@ def check_streams(
     causal: CausalConfig,
     texts: Sequence[tuple[str, str]],
     max_sequence_length: int,
-) -> tuple[str, list[str]]:
-    """What the checkpoint calls itself, and warnings on what it may do badly. texts: (what it is, the text).
+) -> tuple[Path, str, list[str]]:
+    """The folder, what the checkpoint calls itself, and warnings on what it may do badly.
 
-    Raises ValueError on whatever the folder, the model, its backends or its positions cannot serve.
+    texts: (what it is, the text). Raises ValueError on whatever the folder, the model, its backends or its positions
+    cannot serve.
     """
     folder = resolve_folder(folder_or_id, files=CONFIG_FILES)
     wan = read_stream_folder(folder).wan
@@ -53,4 +54,4 @@ def check_streams(
     rows = tokenize_all(tokenizer, [text for _, text in texts], max_sequence_length)
     for (what, _), tokens in zip(texts, rows, strict=True):
         warnings += text_warnings(what, tokens, max_sequence_length)
-    return recommended.get("label", ""), warnings
+    return folder, recommended.get("label", ""), warnings

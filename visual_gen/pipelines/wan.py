@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,7 +256,7 @@ class WanPipeline(LoRAMethods):
                 text, negative = encoded[:batch], encoded[batch:] if request.guided else None
                 record.prompt_tokens, record.negative_prompt_tokens = encoded.lens[:batch], encoded.lens[batch:]
                 bar.advance()
-            with clock.stage("image"):
+            with clock.stage("image") if request.images else nullcontext():
                 conditioning = self._encode_images(request, bars)
             with clock.stage("denoise"):
                 callback = None if callback_on_step_end is None else functools.partial(callback_on_step_end, self)

@@ -23,13 +23,15 @@ def flops(
     config: RunConfig,
     timestep_per_token: bool,
     *,
+    keys: int,
     repeated_key: bool = False,
 ) -> dict[str, int]:
     """FLOPs of one denoising step over all rows, "linear", "self_attention" and "cross_attention" apart.
 
-    With d the hidden size, N the tokens and L the text keys of a row, each layer does, per row, 2·N·d·(3d + d) for QKV
-    and output of self-attention, 4·N²·d in it, 2·N·d·2d for Q and output of cross-attention, 4·N·L·d in it, and
-    4·N·d·ffn_dim in the feed-forward. Text keys and values are made once for a request and are not in it.
+    With d the hidden size, N the tokens, K the keys and L the text keys of a row, each layer does, per row,
+    2·N·d·(3d + d) for QKV and output of self-attention, 4·N·K·d in it, 2·N·d·2d for Q and output of cross-attention,
+    4·N·L·d in it, and 4·N·d·ffn_dim in the feed-forward. Text keys and values are made once for a request and are not
+    in it. keys: those that a token attends to, K = N but over a KV cache.
     repeated_key: see text_rows.
     """
     d, depth = wan.hidden_size, wan.num_layers
@@ -38,16 +40,16 @@ def flops(
     embeddings = 2 * tokens * patch * d * (wan.in_channels + wan.out_channels)
     embeddings += 2 * timesteps * d * (wan.freq_dim + d + 6 * d)
     row_linear = depth * (12 * tokens * d * d + 4 * tokens * d * wan.ffn_dim) + embeddings
-    keys = sum(
+    text_keys = sum(
         # A merge scores the pad row for each sequence with pads, and keeps it once.
         text_rows(config.attention.cross_kv, group, text_length, repeated_key=repeated_key, pad_row_for_each=True)
         for group in text_groups(lens, config)
     )
-    keys += len(lens) * image_tokens(wan)
+    text_keys += len(lens) * image_tokens(wan)
     return {
         "linear": len(lens) * row_linear,
-        "self_attention": len(lens) * depth * 4 * tokens * tokens * d,
-        "cross_attention": depth * 4 * tokens * keys * d,
+        "self_attention": len(lens) * depth * 4 * tokens * keys * d,
+        "cross_attention": depth * 4 * tokens * text_keys * d,
     }
 
 

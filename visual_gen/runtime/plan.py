@@ -9,33 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention_backend import AUTO_ORDER, AUTO_ORDER_OF_CACHES, AttentionBackend, AttentionSpec, backend_classes
+from attention_backend import (
+    AUTO_ORDER,
+    AttentionBackendError,
+    AttentionSpec,
+    backend_classes,
+    check_backend_name,
+)
+from attention_backend.interface import ROLES
 from visual_gen.config import CROSS_KV_MODES, ConfigError, RunConfig
 from visual_gen.device import find_device
-from visual_gen.models.wan import WanConfig, WanTransformer
+from visual_gen.models.wan import CausalWanTransformer, WanConfig, WanTransformer
 from visual_gen.models.wan.lora_file import LoRAFile
+from visual_gen.models.wan.text_pool import SERVED_CROSS_KV
 from visual_gen.runtime.costs import activation_bytes, flops, image_kv_bytes, text_groups, text_kv_bytes, text_rows
 from visual_gen.runtime.model import Model, check_settings, required_model
 from visual_gen.runtime.prompts import clean_prompt
-from visual_gen.runtime.streams import UNREAD_CHUNKS, stream_size
+from visual_gen.runtime.stream_plan import StreamPlan, plan_stream
+from visual_gen.runtime.streams import TEXT_SLOTS
 
 TOKENS_PER_WORD = 1.3  # of an English prompt with UMT5's tokenizer, roughly; only where there is no tokenizer to ask
-
-
-@dataclass(frozen=True)
-class StreamPlan:
-    """Of one causal stream: latent frames that are visible, tokens of a chunk, how a fresh session's cache is read and
-    why so, what the cache takes, and how many streams the given memory holds beside the model (None: no memory was
-    given)."""
-
-    window_frames: int
-    chunk_tokens: int
-    timesteps: tuple[float, ...]
-    block_size: int
-    read: str
-    read_reason: str
-    kv_cache_bytes: int
-    streams_that_fit: int | None
 
 
 @dataclass(frozen=True)
@@ -43,10 +36,13 @@ class Plan:
     """Counts of one run. FLOPs are of the transformer; `notes` say what is not counted.
 
     flops_per_step: multiplications and additions, 2 for each multiply-add, of all forwards of one denoising step.
-    text_kv_bytes: keys and values of the text in all layers and rows, for each cross mode.
+    text_kv_bytes: keys and values of the text in all layers and rows, for each cross mode that the model serves.
     memory_bytes: expected peak of a denoising step on the device: weights (of the transformers that stay there), lora
     (unfused beside them; where there is any), text_encoder, vae and image_encoder (weights that the pipeline keeps
-    there), text_kv (of images too), activations, and their total.
+    there), text_kv (of images too), kv_cache (of streams), activations, and their total.
+
+    With `stream`, num_frames, latent_shape and tokens are those of a chunk after the first, one stream for each prompt;
+    num_steps are its forwards, the committing one included; and flops_per_step is with a full window.
     """
 
     source: str
@@ -85,36 +81,52 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
     """
     model = required_model(config)
     check_settings(model, config)
-    wan, generation, geometry = model.transformer, config.generation, model.geometry
+    _check_backend_names(config)
+    wan, generation, geometry, causal = model.transformer, config.generation, model.geometry, config.causal
     batch = max(1, len(generation.prompts))
-    latent_shape = geometry.latent_shape(batch, generation.num_frames, generation.height, generation.width)
-    tokens = geometry.num_tokens(latent_shape)
-
     branches = 2 if generation.guidance_scale > 1 else 1
-    batched = generation.cfg == "batched"
+    batched = causal is not None or generation.cfg == "batched"
     rows = batch * (branches if batched else 1)
     lens, lens_from = _text_lens(config, model, text_lens, batch, guided=branches == 2)
-    weights = WanTransformer(
+    # Nothing runs here, so what other backends would say on this machine does not matter.
+    backends = dict.fromkeys(ROLES, "sdpa")
+    if wan.image_dim is None:  # the model refuses one
+        backends["cross_image"] = config.attention.cross_image
+    weights = (WanTransformer if causal is None else CausalWanTransformer)(
         wan,
-        # Nothing runs here, so what other backends would say on this machine does not matter.
-        attention=dict.fromkeys(["self", "cross_text"] + ["cross_image"] * (wan.image_dim is not None), "sdpa"),
+        attention={**backends, "cross_kv": config.attention.cross_kv},
         dtype=config.torch_dtype(),
         init_weights=False,
     )
+    # After the model, which may have refused to run so.
+    if causal is None:
+        num_frames, num_steps = generation.num_frames, generation.num_inference_steps
+        latent_shape = geometry.latent_shape(batch, num_frames, generation.height, generation.width)
+        keys = most_tokens = tokens = geometry.num_tokens(latent_shape)
+    else:
+        num_frames, num_steps = causal.frames_per_chunk * geometry.temporal_scale, len(causal.steps) + 1
+        one_frame = geometry.latent_shape(batch, 1, generation.height, generation.width)
+        latent_shape = (*one_frame[:2], causal.frames_per_chunk, *one_frame[3:])
+        tokens, most_tokens, keys = (
+            frames * geometry.num_tokens(one_frame)
+            for frames in (causal.frames_per_chunk, causal.max_chunk_frames, causal.sink_frames + causal.recent_frames)
+        )
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in weights.parameters())
     text_length, dtype = generation.max_sequence_length, config.torch_dtype()
     repeated_key = _repeats_last_key(config, wan)
     groups = text_groups(lens, config)
-    text_kv = {
-        mode: text_kv_bytes(
-            wan, sum(text_rows(mode, group, text_length, repeated_key=repeated_key) for group in groups), dtype
-        )
-        for mode in CROSS_KV_MODES
-    }
+    if causal is None:
+        text_kv_rows = {
+            mode: sum(text_rows(mode, group, text_length, repeated_key=repeated_key) for group in groups)
+            for mode in CROSS_KV_MODES
+        }
+    else:  # a slot has room for the longest text in every mode
+        text_kv_rows = dict.fromkeys(SERVED_CROSS_KV, batch * TEXT_SLOTS * text_length)
+    text_kv = {mode: text_kv_bytes(wan, count, dtype) for mode, count in text_kv_rows.items()}
     text_kv_now = text_kv[config.attention.cross_kv] + image_kv_bytes(wan, len(lens), dtype)
     # A first frame that is given has a timestep of its own; without one all tokens share theirs.
     per_token = model.timestep_per_token and generation.image is not None
-    activations = activation_bytes(wan, rows, tokens, dtype, per_token)
+    activations = activation_bytes(wan, rows, most_tokens, dtype, per_token)
     parts = {"text_encoder": model.text_encoder, "vae": model.vae, "image_encoder": model.image_encoder}
     # On the device also while the transformer that they belong to rests in host memory.
     loras = [LoRAFile.open(lora.file, weights).num_bytes(weights) for lora in config.lora if lora.file.exists()]
@@ -122,9 +134,12 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
         "weights": (1 if config.offload == "experts" else model.num_experts) * weight_bytes,
         **({"lora": sum(loras)} if loras else {}),
         **{name: size.num_bytes(config.torch_dtype()) for name, size in parts.items() if size is not None},
-        "text_kv": text_kv_now,
-        "activations": activations,
     }
+    stream = None if causal is None else plan_stream(config, model, branches, sum(memory.values()), device_memory_bytes)
+    memory["text_kv"] = text_kv_now
+    if stream is not None:
+        memory["kv_cache"] = batch * stream.kv_cache_bytes
+    memory["activations"] = activations
     return Plan(
         source=model.source,
         parameters=sum(parameter.numel() for parameter in weights.parameters()),
@@ -132,23 +147,33 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
         dtype=config.dtype,
         height=generation.height,
         width=generation.width,
-        num_frames=generation.num_frames,
+        num_frames=num_frames,
         latent_shape=latent_shape,
         tokens=tokens,
-        num_steps=generation.num_inference_steps,
+        num_steps=num_steps,
         rows_per_forward=rows,
         forwards_per_step=1 if batched else branches,
         text_lens=lens,
         text_lens_from=lens_from,
         cross_kv=config.attention.cross_kv,
         flops_per_step=flops(
-            wan, tokens, lens, text_length, config, per_token, repeated_key=repeated_key
+            wan, tokens, lens, text_length, config, per_token, keys=keys, repeated_key=repeated_key
         ),
         text_kv_bytes=text_kv,
         memory_bytes=memory | {"total": sum(memory.values())},
         notes=_notes(model, config),
-        stream=None if config.causal is None else _stream(config, model, branches, memory, device_memory_bytes),
+        stream=stream,
     )
+
+
+def _check_backend_names(config: RunConfig) -> None:
+    """Of all roles, as a name that exists nowhere is a mistake whether or not this plan looks at its backend."""
+    for role in ROLES:
+        name = getattr(config.attention, role)
+        try:
+            check_backend_name(name)
+        except AttentionBackendError as error:
+            raise ConfigError(f"attention.{role} = {name!r}: {error}") from None
 
 
 def _repeats_last_key(config: RunConfig, wan: WanConfig) -> bool:
@@ -156,50 +181,12 @@ def _repeats_last_key(config: RunConfig, wan: WanConfig) -> bool:
     if all packages are installed, so that the plan is one for machines that have yet to be set up."""
     classes, name = backend_classes(), config.attention.cross_text
     if name != "auto":
-        return name in classes and classes[name].supports_repeated_last_key()
+        return classes[name].supports_repeated_last_key()
     device = find_device("auto").type if config.device == "auto" else config.device.partition(":")[0]
     heads = (wan.num_attention_heads, wan.attention_head_dim)
     spec = AttentionSpec("cross_text", *heads, config.torch_dtype(), device)
     taken = next(cls for cls in map(classes.get, AUTO_ORDER) if not cls.unsupported_reasons(spec))
     return taken.supports_repeated_last_key()
-
-
-def _stream(
-    config: RunConfig, model: Model, branches: int, memory: dict[str, int], device_memory_bytes: int | None
-) -> StreamPlan:
-    settings, wan, generation, dtype = config.causal, model.transformer, config.generation, config.torch_dtype()
-    _, _, _, height, width = model.geometry.latent_shape(1, generation.num_frames, generation.height, generation.width)
-    frame_tokens = height * width // math.prod(wan.patch_size[1:])
-    backend = _backend_class(config)
-    size = stream_size(settings, frame_tokens, backend, branches=branches, rollback_chunks=UNREAD_CHUNKS)
-    chunk_tokens = settings.max_chunk_frames * frame_tokens
-    kv_cache = size.num_bytes(wan, dtype)
-    text = text_kv_bytes(wan, branches * generation.max_sequence_length, dtype)
-    each = kv_cache + text + activation_bytes(wan, branches, chunk_tokens, dtype)
-    fit = None
-    if device_memory_bytes is not None:
-        weights = sum(count for name, count in memory.items() if name not in ("text_kv", "activations"))
-        fit = max(0, (device_memory_bytes - weights) // each)
-    return StreamPlan(
-        window_frames=size.geometry.window_frames,
-        chunk_tokens=chunk_tokens,
-        timesteps=settings.timesteps,
-        block_size=size.block_size,
-        read=size.read,
-        read_reason="causal.read" if settings.read != "auto" else f"the first that {backend.name} can do",
-        kv_cache_bytes=kv_cache,
-        streams_that_fit=fit,
-    )
-
-
-def _backend_class(config: RunConfig) -> type[AttentionBackend]:
-    """The backend that self-attention to a cache names; for "auto" the first that takes the dtype, installed or not."""
-    classes, name = backend_classes(), config.attention.self
-    if name == "auto":
-        name = "sdpa" if config.dtype == "float32" else AUTO_ORDER_OF_CACHES[0]
-    if name not in classes:
-        raise ConfigError(f"attention.self = {name!r}: no such backend; there are {', '.join(classes)}")
-    return classes[name]
 
 
 def _text_lens(

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
@@ -24,7 +24,7 @@ from visual_gen.runtime.files import report_paths, written_whole
 from visual_gen.runtime.machine import machine
 from visual_gen.runtime.record import RunRecord
 from visual_gen.runtime.units import format_bytes, format_seconds
-from visual_gen.runtime.versions import installed_versions
+from visual_gen.runtime.versions import installed_versions, kernel_versions
 from visual_gen.version import __version__
 
 PACKAGES = (
@@ -88,7 +88,7 @@ def build_report(config: RunConfig, record: RunRecord, files: Sequence[Path | No
     for row, fault in record.bad_clips.items():
         clips[row]["fault"] = fault
     return {
-        **facts_of_run(config, record.device),
+        **facts_of_run(config, record.device, record.attention),
         "checkpoint_label": record.checkpoint_label,
         "clips": clips,
         "run": {
@@ -105,7 +105,7 @@ def build_report(config: RunConfig, record: RunRecord, files: Sequence[Path | No
         },
         "seconds": {
             "total": sum(record.stage_seconds.values()),
-            "stages": record.stage_seconds,
+            "stages": {name: seconds for name, seconds in record.stage_seconds.items() if seconds},
             "steps": record.step_seconds,
         },
         "peak_memory": {"bytes": record.peak_memory_bytes, "kind": record.peak_memory_kind},
@@ -114,13 +114,24 @@ def build_report(config: RunConfig, record: RunRecord, files: Sequence[Path | No
     }
 
 
-def facts_of_run(config: RunConfig, device: str) -> dict[str, Any]:
-    """What every report has: when and where the run was, with what settings and packages."""
+def facts_of_run(
+    config: RunConfig,
+    device: str,
+    attention: Mapping[str, Mapping[str, str]],
+    *,
+    unread: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What every report has: when and where the run was, with what settings and packages. attention: the backend of
+    each role, whose kernels' packages are listed too. unread: settings that the run does not read, as pydantic's
+    exclude."""
+    versions = {"visual-gen": __version__, "python": platform.python_version()} | installed_versions(PACKAGES)
+    for choice in attention.values():
+        versions |= kernel_versions(choice["backend"])
     return {
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "settings": config.model_dump(mode="json"),
+        "settings": config.model_dump(mode="json", exclude=unread),
         "machine": machine(torch.device(device or "cpu")),
-        "versions": {"visual-gen": __version__, "python": platform.python_version()} | installed_versions(PACKAGES),
+        "versions": versions,
     }
 
 

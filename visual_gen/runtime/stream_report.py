@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attention_backend.kv_cache.checks import READS
-from visual_gen.config import RunConfig
+from visual_gen.config import OF_WHOLE_VIDEOS, RunConfig
 from visual_gen.runtime import plots
 from visual_gen.runtime.files import report_paths, written_whole
 from visual_gen.runtime.report import (
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # A plot shows no more, and a page of more would not open.
 MOST_PLOTTED = 2000
+_UNREAD = {"generation": set(OF_WHOLE_VIDEOS), "attention": {"cross_image"}, "offload": True, "lora": True}
 _TIMELINE = ("at_s", "seconds", "rows", "pad_rows", "denoising", "committing", "used_blocks", "read")
 
 
@@ -91,7 +92,7 @@ def build_stream_report(config: RunConfig, record: StreamRunRecord) -> dict[str,
         if field.name not in ("timeline", "attention", "read_counts", "batch_sizes")
     }
     return {
-        **facts_of_run(config, record.device),
+        **facts_of_run(config, record.device, engine.attention, unread=_UNREAD),
         "checkpoint_label": record.checkpoint_label,
         "interrupted": record.interrupted,
         "videos": [_video(video) for video in record.videos],

@@ -18,6 +18,9 @@ from visual_gen.models.wan import WanConfig
 # is known whether it is finite.
 UNREAD_CHUNKS = 1
 
+# Texts of a stream that an engine has room for where its user does not say: the two branches' and one to switch to.
+TEXT_SLOTS = 3
+
 
 @dataclass(frozen=True)
 class StreamSize:

@@ -21,9 +21,8 @@ def write_video(path: str | Path, frames: np.ndarray, fps: float, *, crf: int = 
     frames [F, H, W, 3], uint8, or float in 0..1, H and W even; fps in frames per second; crf from 0 (lossless) to 51.
     Raises ValueError if the frames are anything else.
     """
-    pixels = _to_uint8(frames)
     with VideoWriter(path, fps, crf=crf) as writer:
-        writer.append(pixels)
+        writer.append(frames)
 
 
 class VideoWriter:
@@ -34,6 +33,9 @@ class VideoWriter:
     """
 
     def __init__(self, path: str | Path, fps: float, *, crf: int = 18) -> None:
+        if not isinstance(path, str | os.PathLike):
+            kind = type(path).__name__
+            raise ValueError(f"path is of type {kind}; it must be the name of a file, and frames come after it")
         self._rate = Fraction(fps).limit_denominator(100_000)
         if self._rate <= 0:
             raise ValueError(f"fps is {fps}; it must be more than 0.00001")
@@ -102,6 +104,8 @@ class VideoWriter:
 
 
 def _to_uint8(frames: np.ndarray) -> np.ndarray:
+    if isinstance(frames, str | bytes | os.PathLike):
+        raise ValueError(f"frames are {frames!r}; a video needs an array [frames, height, width, 3]")
     frames = np.asarray(frames)
     if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
         raise ValueError(f"frames have shape {frames.shape}; a video needs [frames, height, width, 3]")

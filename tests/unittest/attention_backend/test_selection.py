@@ -7,6 +7,7 @@ import torch
 
 from attention_backend import (
     AUTO_ORDER,
+    CAPABILITIES,
     AttentionBackend,
     AttentionBackendError,
     AttentionSpec,
@@ -158,6 +159,29 @@ def test_a_name_belongs_to_one_class():
         Other.name = bad
         with pytest.raises(ValueError, match="a backend needs a name of its own"):
             register_backend(Other)
+
+
+@pytest.mark.parametrize("capabilities, said", [
+    ({"varlen", "lsee"}, r"Custom.capabilities has 'lsee' \(did you mean 'lse'\?\); known are causal, extent_kv, grad"),
+    ({"Padding mask"}, "'Padding mask' .did you mean 'padding_mask'"),
+    ({3}, "has 3; known are"),
+    ("lse", "capabilities is 'lse'; it must be a set of names"),
+    (["lse"], r"capabilities is \['lse'\]; it must be a set"),
+    (None, "capabilities is None; it must be a set"),
+])  # fmt: skip
+def test_capabilities_that_nobody_asks_for_are_refused(monkeypatch, capabilities, said):
+    monkeypatch.setattr(Custom, "capabilities", capabilities)
+    with pytest.raises(ValueError, match=said):
+        register_backend(Custom)
+    assert "custom" not in backend_classes()
+
+
+def test_every_capability_is_asked_through_a_method_of_its_name(monkeypatch):
+    for name in CAPABILITIES:
+        monkeypatch.setattr(Custom, "capabilities", {name})
+        register_backend(Custom)
+        able = {other for other in dir(AttentionBackend) if other.startswith("supports_") and getattr(Custom, other)()}
+        assert able == {f"supports_{name}"}
 
 
 def test_an_entry_point_adds_a_backend(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import visual_gen.pipelines
+from attention_backend import CAPABILITIES, selection
 from visual_gen.cli import main
 from visual_gen.config import load_config
 from visual_gen.models.wan import WAN_PRESETS
@@ -131,7 +132,9 @@ def test_a_model_key_reaches_the_loading(generate, stub, setting, name, value):
 
 @pytest.mark.parametrize("key", ["self", "cross_text", "cross_image"])
 def test_a_backend_name_reaches_the_loading(generate, stub, key):
-    assert generate("--set", f"attention.{key}=sdpa", "--set", "attention.cross_kv=packed_pad_exact") == 0
+    elsewhere = "model.path=nowhere/wan"  # of which nothing is known yet; wan-shapes takes no backend for images
+    names = [elsewhere, f"attention.{key}=sdpa", "attention.cross_kv=packed_pad_exact"]
+    assert generate(*(text for name in names for text in ("--set", name))) == 0
     assert getattr(stub.loaded["attention"], key) == "sdpa"
     assert stub.loaded["attention"].cross_kv == "packed_pad_exact"
 
@@ -430,7 +433,41 @@ def test_backends_are_listed_with_reasons_and_capabilities(capsys, monkeypatch):
     assert rows["sdpa"]["preferred_layout"] == "HND"
     for row in rows.values():
         assert row["available"] == (row["reason"] is None)
-        assert set(row["capabilities"]) == {"varlen", "lse", "paged_kv", "extent_kv", "causal", "padding_mask"}
+        assert set(row["capabilities"]) == CAPABILITIES
+        assert row["entry_point_problem"] is None
+
+
+def test_each_backend_has_a_row_and_no_name_is_shortened_in_80_columns(capsys, monkeypatch, register_narrowed):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("einsum", "a_backend_with_a_long_name"):
+        register_narrowed(name, {"grad", "lse"})
+    assert main(["backends"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    assert max(len(line) for line in lines if line[:1] in "┏│├└") == 80
+    cells = ["".join(row[0] for row in table), "".join(row[2] + " " for row in table)]
+    for name in ("flash_attn4", "paged_flash_attn3", "sdpa", "einsum", "a_backend_with_a_long_name"):
+        assert name in cells[0]
+    assert all(name in cells[1] for name in CAPABILITIES) and "…" not in "".join(lines)
+    assert "grad, lse not: causal, extent_kv" in cells[1]
+
+
+def test_a_broken_entry_point_is_told_though_its_module_registered_the_backend(capsys, monkeypatch, register_narrowed):
+    def load():
+        register_narrowed("foreign", {"lse"})
+        raise AttributeError("module 'foreign_package' has no attribute 'Backend'")
+
+    point = SimpleNamespace(name="foreign", value="foreign_package:Backend", load=load)
+    monkeypatch.setattr(selection, "_classes", dict(selection.backend_classes()))
+    monkeypatch.setattr(selection, "_broken_entry_points", {})
+    monkeypatch.setattr(selection, "entry_points", lambda group: [point])
+    monkeypatch.setattr(selection, "_entry_points_read", False)
+    assert main(["backends"]) == 0
+    said = "foreign: entry point foreign_package:Backend failed: AttributeError: module 'foreign_package' has no"
+    assert said in capsys.readouterr().out
+    assert main(["backends", "--json"]) == 0
+    [row] = [row for row in json.loads(capsys.readouterr().out) if row["name"] == "foreign"]
+    assert row["available"] and row["entry_point_problem"].startswith("entry point foreign_package:Backend failed")
 
 
 def test_plan_prints_tables_or_json(capsys):
@@ -469,6 +506,16 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, said, capsys):
     assert caught.value.code == 2
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+def test_only_commands_that_take_pictures_offer_them(capsys):
+    for command in ("generate", "plan", "warmup", "stream"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert ("image" in capsys.readouterr().out) == (command != "stream")
+    with pytest.raises(SystemExit):
+        main(["stream", "--config", SHAPES, "--image", "a.png"])
+    assert "unrecognized arguments: --image" in capsys.readouterr().err
 
 
 def test_plan_loads_neither_diffusers_nor_transformers():

@@ -103,6 +103,17 @@ def test_settings_that_a_model_cannot_follow_are_refused(name, override, said):
         plan(config_of(name, override))
 
 
+@pytest.mark.parametrize("role", ["self", "cross_text", "cross_image"])
+def test_a_backend_that_exists_nowhere_is_refused_whatever_its_role(role):
+    with pytest.raises(ConfigError, match=f"attention.{role} = 'sdp': no attention backend.*did you mean 'sdpa'"):
+        plan(config_of("wan2.1_i2v_14b_480p", f"attention.{role}=sdp"))
+
+
+def test_a_backend_for_images_is_refused_where_the_model_sees_none():
+    with pytest.raises(ValueError, match="attention.cross_image is 'sdpa', but this model has no image inputs"):
+        plan(config_of("wan2.1_t2v_14b", "attention.cross_image=sdpa"))
+
+
 def test_a_first_image_gives_tokens_their_own_timesteps():
     plain = plan(config_of("wan2.2_ti2v_5b"))
     shown = plan(config_of("wan2.2_ti2v_5b", "generation.image=a.png"))
@@ -190,7 +201,7 @@ def test_flops_are_those_that_torch_counts(mode, per_token):
         with FlopCounterMode(display=False) as counter:
             model(latents, timestep, text_kv=text_kv)
     counts = {str(op).rpartition(".")[2]: count for op, count in counter.get_flop_counts()["Global"].items()}
-    expected = flops(SMALL, tokens, lens, 12, config, per_token)
+    expected = flops(SMALL, tokens, lens, 12, config, per_token, keys=tokens)
     linear = sum(count for op, count in counts.items() if op in ("addmm", "mm"))
     assert linear == expected["linear"]
     # torch counts no attention kernel of the CPU; what a kernel does over N × L scores is 2 matrix products of N·L·d.

@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attention_backend import register_backend, selection
+from attention_backend.sdpa import SDPABackend
 from visual_gen.config import CROSS_KV_MODES, Override, RunConfig, load_config
 from visual_gen.runtime import plots
 from visual_gen.runtime.files import check_writable, report_paths, written_whole
 from visual_gen.runtime.record import RunRecord
-from visual_gen.runtime.report import CROSS_KV_NOTES, write_report
+from visual_gen.runtime.report import CROSS_KV_NOTES, build_report, write_report
 from visual_gen.runtime.units import format_bytes, format_count, format_seconds
 from visual_gen.runtime.video import write_video
 
@@ -53,6 +55,19 @@ def test_uint8_and_float_frames_give_the_same_video(tmp_path):
     write_video(tmp_path / "b.mp4", (clip() * 255).round().astype(np.uint8), 16)
     # Pixels, not bytes: x264's rate control may choose otherwise with the same frames at other addresses.
     assert np.abs(decode(tmp_path / "a.mp4").astype(int) - decode(tmp_path / "b.mp4")).max() <= 2
+
+
+@pytest.mark.parametrize(("path", "frames", "said"), [
+    (clip(), "a.mp4", "path is of type ndarray; it must be the name of a file, and frames come after it"),
+    ("a.mp4", "b.mp4", r"frames are 'b.mp4'; a video needs an array \[frames, height, width, 3\]"),
+    ("a.mp4", Path("b.mp4"), "frames are PosixPath"),
+    ("a.mp4", 3.0, r"frames have shape \(\)"),
+])  # fmt: skip
+def test_arguments_in_another_order_are_told_apart(tmp_path, monkeypatch, path, frames, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        write_video(path, frames, 16)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_higher_crf_takes_fewer_bytes(tmp_path):
@@ -203,6 +218,29 @@ def test_the_json_report_says_what_ran_and_what_it_took(tmp_path, config, record
     assert report["run"]["scheduler"] == "unipc"
     assert {"visual-gen", "python", "torch", "diffusers", "transformers"} <= report["versions"].keys()
     assert report["machine"]["cores"] == os.cpu_count()
+
+
+def test_stages_that_did_nothing_are_left_out(tmp_path, config, record):
+    record.stage_seconds = {"load": 0.0, "text": 0.5, "image": 0.0, "denoise": 2.0}
+    paths = write_report(tmp_path / "a.mp4", config, record, [clip(), clip()], [Path("a"), Path("b")])
+    assert json.loads(paths[0].read_text())["seconds"]["stages"] == {"text": 0.5, "denoise": 2.0}
+    assert "loading included" not in paths[1].read_text() and "</i>image" not in paths[1].read_text()
+
+
+def test_the_kernel_packages_of_the_backends_taken_are_listed(config, record, monkeypatch):
+    monkeypatch.setattr(selection, "_classes", dict(selection.backend_classes()))
+    monkeypatch.setattr(_Foreign, "__module__", "pytest.somewhere")  # a package that is here
+    register_backend(_Foreign)
+    assert "pytest" not in build_report(config, record, [None, None])["versions"]
+    record.attention["cross_text"] = {"backend": "foreign", "why": "named"}
+    assert build_report(config, record, [None, None])["versions"]["pytest"] == pytest.__version__
+    record.attention["cross_text"] = {"backend": "paged_flash_attn3", "why": "named"}
+    monkeypatch.setattr("visual_gen.runtime.versions.metadata.version", {"vllm": "0.9"}.get)
+    assert build_report(config, record, [None, None])["versions"]["vllm"] == "0.9"
+
+
+class _Foreign(SDPABackend):
+    name = "foreign"
 
 
 def test_the_page_needs_no_other_file_and_escapes_what_users_wrote(tmp_path, config, record):

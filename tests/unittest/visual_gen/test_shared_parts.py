@@ -1,17 +1,22 @@
 """Checkpoints that take some of their parts from a packaged one."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from visual_gen import checkpoint
 from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, CheckpointError, part_path, resolve_folder
+from visual_gen.cli import main
 from visual_gen.config import load_config
+from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.pipelines import WanPipeline
 from visual_gen.runtime.model import find_model
 
+CONFIG = Path(__file__).parents[3] / "configs" / "wan_shapes_stream.yaml"
 SHARED = {"vae": "wan-shapes", "tokenizer": "wan-shapes", "scheduler": "wan-shapes"}
 
 
@@ -76,15 +81,33 @@ def test_what_cannot_be_shared_is_refused(folder, parts, says):
 
 
 def test_a_part_that_its_source_lacks_is_refused(folder, tmp_path, monkeypatch):
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    monkeypatch.setitem(checkpoint.PACKAGED_CHECKPOINTS, "wan-empty", empty)
+    monkeypatch.setitem(checkpoint.PACKAGED_CHECKPOINTS, "wan-empty", tmp_path / "sharing")
+    shutil.copytree(folder, tmp_path / "other")
+    folder = tmp_path / "other"
     share(folder, vae="wan-empty")
-    with pytest.raises(CheckpointError, match=f"takes vae from 'wan-empty', which has none of its own.*{empty}/vae"):
+    with pytest.raises(CheckpointError, match="takes vae from 'wan-empty', which has none of its own.*sharing/vae"):
         part_path(folder, "vae")
     monkeypatch.setitem(checkpoint.PACKAGED_CHECKPOINTS, "wan-empty", tmp_path / "gone")
     with pytest.raises(CheckpointError, match="gone is missing: install the package again"):
         part_path(folder, "vae")
+
+
+@pytest.mark.parametrize("there", [(), ("text_encoder",)])
+def test_a_packaged_checkpoint_without_weights_is_told_by_one_message(folder, tmp_path, monkeypatch, capsys, there):
+    monkeypatch.setitem(checkpoint.PACKAGED_CHECKPOINTS, "wan-shapes-causal", folder)
+    for part in {"transformer", "text_encoder"} - {*there}:
+        (folder / part).unlink()
+    lacking = ", ".join(part for part in ("transformer", "text_encoder") if part not in there)
+    says = (
+        f"this version of the package ships without the weights of 'wan-shapes-causal' ({folder} has none of {lacking})"
+        ": train it, as examples/wan_shapes does, or name another checkpoint (--set model.path=…)"
+    )
+    for command in ("stream", "plan", "warmup"):
+        assert main([command, "--config", str(CONFIG)]) == 2
+        assert capsys.readouterr().err == f"visual-gen: error: {says}\n"
+    for load in (CausalWanTransformer.from_pretrained, WanPipeline.from_pretrained):
+        with pytest.raises(CheckpointError, match=re.escape(says)):
+            load("wan-shapes-causal")
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])

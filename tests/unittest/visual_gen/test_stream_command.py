@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from visual_gen.checkpoint import resolve_folder
+from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, resolve_folder
 from visual_gen.cli import main
 from visual_gen.commands import stream_videos
 from visual_gen.commands.stream_request import parse_switches
@@ -74,6 +74,13 @@ def test_a_stream_is_a_video_and_a_report(stream, random_causal_folder, tmp_path
     assert len(video["chunk_seconds"]) == 3 and video["chunk_seconds"] == sorted(video["chunk_seconds"])
     assert report["timeline"]["rows"] == [2] * 9  # 2 steps and the commit of 3 chunks, both branches of guidance
     assert report["timeline"]["committing"] == [0, 0, 1] * 3
+    settings = report["settings"]
+    assert set(settings["generation"]) == {
+        "prompt", "negative_prompt", "height", "width", "guidance_scale", "seed", "max_sequence_length", "fps",
+    }  # fmt: skip
+    assert set(settings) == {"model", "dtype", "device", "attention", "generation", "output", "causal", "stream"}
+    assert report["run"]["checkpoint"] == str(random_causal_folder)
+    assert set(settings["attention"]) == {"self", "cross_text", "cross_kv"}
     assert max(report["timeline"]["used_blocks"]) == report["run"]["peak_blocks"] > 0
     assert report["timeline"]["at_s"][0] == 0
     assert set(report["seconds"]["stages"]) == {"load", "denoise", "decode", "write"}
@@ -91,6 +98,14 @@ def test_a_stream_is_a_video_and_a_report(stream, random_causal_folder, tmp_path
     assert "a red &lt;b&gt;circle" in page and "<b>circle" not in page
     assert page.count("<svg") == 2 and page.count("data:image/png;base64,") == 1
     assert "rows of each forward" in page and "blocks in use, of" in page
+
+
+def test_the_checkpoint_of_the_report_is_the_folder_that_its_name_stands_for(stream, random_causal_folder, tmp_path,
+                                                                             monkeypatch):  # fmt: skip
+    monkeypatch.setitem(PACKAGED_CHECKPOINTS, "named", random_causal_folder)
+    assert stream("--chunks", "1", "--set", "model.path=named") == 0
+    report = report_of(tmp_path)
+    assert (report["run"]["checkpoint"], report["settings"]["model"]["path"]) == (str(random_causal_folder), "named")
 
 
 def test_a_seed_gives_one_video_and_another_another(stream, tmp_path):

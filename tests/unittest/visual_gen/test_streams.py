@@ -3,12 +3,16 @@
 import json
 
 import pytest
+import torch
 
+from visual_gen.checkpoint import resolve_folder
 from visual_gen.cli import main
 from visual_gen.config import CausalConfig, RunConfig, load_config
 from visual_gen.models.wan import CausalWanTransformer, WanConfig
+from visual_gen.pipelines.stream_engine import StreamEngine
 from visual_gen.pipelines.stream_loading import engine_cache
 from visual_gen.pipelines.stream_options import EngineOptions
+from visual_gen.runtime.costs import activation_bytes, flops
 from visual_gen.runtime.plan import plan
 
 SMALL = {"frames_per_chunk": 2, "recent_frames": 4}
@@ -77,6 +81,46 @@ def test_streams_fit_into_what_the_weights_leave(planned):
     assert per_stream > alone.stream.kv_cache_bytes
 
 
+@pytest.mark.parametrize(
+    ("changes", "chunk", "largest", "forwards"),
+    [({}, 2, 2, 5), ({"first_chunk_frames": 4}, 2, 4, 5), ({"steps": [1000, 500]}, 2, 2, 3)],
+)
+def test_what_is_counted_is_a_chunk_with_a_full_window(planned, changes, chunk, largest, forwards):
+    found, config = planned(SMALL | changes), RunConfig(model={"path": "wan-shapes"})
+    assert (found.num_frames, found.latent_shape, found.tokens) == (4 * chunk, (1, 8, chunk, 12, 12), 36 * chunk)
+    assert (found.num_steps, found.rows_per_forward) == (forwards, 2)
+    wan = WanConfig.from_folder(resolve_folder("wan-shapes") / "transformer")
+    assert found.flops_per_step == flops(wan, 36 * chunk, found.text_lens, 64, config, False, keys=36 * 4)
+    assert found.flops_per_step["self_attention"] == 2 * wan.num_layers * 4 * (36 * chunk) * (36 * 4) * wan.hidden_size
+    assert found.memory_bytes["activations"] == activation_bytes(wan, 2, 36 * largest, torch.float32)
+    assert found.memory_bytes["kv_cache"] == found.stream.kv_cache_bytes
+
+
+def test_each_prompt_is_a_stream(planned):
+    one, two = planned(SMALL), planned(SMALL, "generation.prompt=[a red ball, a blue ball]")
+    assert two.rows_per_forward == 2 * one.rows_per_forward
+    for part in ("kv_cache", "text_kv"):
+        assert two.memory_bytes[part] == 2 * one.memory_bytes[part]
+
+
+@pytest.mark.parametrize("mode", ["padded", "packed"])
+def test_the_text_takes_what_an_engine_keeps_for_it(planned, random_causal_folder, mode):
+    found = planned(SMALL, f"model.path={random_causal_folder}", f"attention.cross_kv={mode}")
+    engine = StreamEngine.from_pretrained(
+        random_causal_folder, attention={"cross_kv": mode}, causal=CausalConfig(**SMALL), height=96, width=96,
+        max_sequence_length=64, max_streams=1,
+    )  # fmt: skip
+    pool = engine._texts._pool
+    engine.close()
+    assert found.text_kv_bytes[mode] == sum(x.nbytes for x in (*pool.keys, *pool.values))
+    assert list(found.text_kv_bytes) == ["padded", "packed"]
+
+
+def test_a_mode_that_streams_refuse_is_refused(planned):
+    with pytest.raises(ValueError, match="cross_kv is 'packed_pad_exact', which the causal model does not serve"):
+        planned(SMALL, "attention.cross_kv=packed_pad_exact")
+
+
 def test_without_the_section_there_is_no_stream():
     assert plan(RunConfig(model={"path": "wan-shapes"})).stream is None
 
@@ -108,8 +152,8 @@ def test_a_read_that_is_named_is_said_to_be(planned):
 
 
 def test_an_unknown_backend_is_named(planned):
-    with pytest.raises(ValueError, match="attention.self = 'fa9': no such backend"):
-        planned(SMALL, "attention.self=fa9")
+    with pytest.raises(ValueError, match="attention.self = 'sdp': no attention backend 'sdp' .did you mean 'sdpa'"):
+        planned(SMALL, "attention.self=sdp")
 
 
 @pytest.fixture
@@ -124,6 +168,10 @@ def test_plan_shows_a_stream_and_how_many_fit(file, capsys, monkeypatch):
     assert main(["plan", "--config", file]) == 0
     out = capsys.readouterr().out
     assert "visible latent frames" in out and "4,680 in each row" in out and "give --memory-gib" in out
+    assert "832×480, 12 frames, 3 latent" in out and "16 channels, 3 × 60 × 104" in out
+    assert "5, the last to commit, with 2 row(s)" in out and "once the window is full" in out
+    assert "packed_pad_exact" not in out and "81 frames" not in out and "50 steps" not in out
+    assert "in 3 slots of a stream" in out and "KV caches" in out
     assert "extent (the first that paged_flash_attn3 can do)" in out
     assert main(["plan", "--config", file, "--memory-gib", "139", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stream"]["streams_that_fit"] > 10

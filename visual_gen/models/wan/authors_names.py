@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -75,6 +76,11 @@ class PickledWeights(WeightFiles):
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
+            if not zipfile.is_zipfile(path):
+                raise CheckpointError(
+                    f"{path} is no .pt file as torch.save writes it, or is damaged: give the .pt file of a "
+                    "Self-Forcing-style checkpoint, or download it again"
+                ) from error
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(
                 f"{path} is damaged, or holds more than tensors ({cause}): download it again, or save its state_dict"

@@ -10,7 +10,7 @@ from attention_backend.metadata import host_lens, host_mask
 from visual_gen.modules.cross_kv import CrossKV
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TextKV:
     """Text (and image) keys and values of all layers for one batch, projected once and read by every step.
 
@@ -23,6 +23,11 @@ class TextKV:
     cross_kv: str  # "padded", "packed" or "packed_pad_exact"
     text: tuple[CrossKV, ...]  # one for each layer
     image: tuple[CrossKV, ...] | None = None
+
+    def __repr__(self) -> str:
+        sizes = f"text_lens={self.text_lens}, batch={self.batch}, padded_len={self.padded_len}"
+        image = "" if self.image is None else f", image={len(self.image)} layers of {self.image[0]}"
+        return f"TextKV({sizes}, cross_kv={self.cross_kv!r}, text={len(self.text)} layers of {self.text[0]}{image})"
 
     @property
     def formulation(self) -> str:

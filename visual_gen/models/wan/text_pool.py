@@ -16,6 +16,8 @@ from visual_gen.models.wan.config import WanConfig
 from visual_gen.models.wan.text_kv import TextKV
 from visual_gen.modules.attention import CrossKV
 
+SERVED_CROSS_KV = ("padded", "packed")  # in a row of its own length no pad can be merged in
+
 
 class TextPool:
     """`slots` prompts of up to text_len rows: per layer one K and one V [slots · text_len, H, D], never moved.
@@ -148,10 +150,10 @@ def pooled(text_kv: TextKV | PooledText) -> PooledText:
 
 def check_served(cross_kv: str) -> None:
     """Raise ValueError for a mode of text K/V that rows of their own length cannot be read in."""
-    if cross_kv == "packed_pad_exact":
+    if cross_kv not in SERVED_CROSS_KV:
         raise ValueError(
-            "attention.cross_kv is 'packed_pad_exact', which the causal model does not serve: use 'padded', which "
-            "gives the same video"
+            f"attention.cross_kv is {cross_kv!r}, which the causal model does not serve: use 'padded', which gives the "
+            "same video"
         )
 
 

@@ -1,5 +1,7 @@
 """padded, packed and packed_pad_exact text K/V on whole models: results, the path taken, and one build per layout."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from attention_backend import AttentionBackend, GraphBuffers, PackedKV, PackedPa
 from attention_backend.sdpa import SDPABackend
 from attention_backend.selection import _classes
 from visual_gen.models.wan import WanTransformer
+from visual_gen.modules.cross_kv import CrossKV
 
 CONFIG = {
     "num_attention_heads": 3, "attention_head_dim": 20, "in_channels": 4, "out_channels": 4, "text_dim": 24,
@@ -47,6 +50,20 @@ def test_each_mode_keeps_the_rows_that_it_says(load, make_inputs):
         assert all(kv.metadata is None if metadata is None else type(kv.metadata) is metadata for kv in text_kv.text)
         sizes[mode] = text_kv.num_bytes / (3 * 2 * 60 * 4)  # rows: 3 layers, K and V, 60 channels of 4 bytes
     assert sizes == {"padded": 3 * 32, "packed": 40, "packed_pad_exact": 41}
+
+
+@torch.no_grad()
+def test_text_is_shown_by_its_shapes_and_not_by_its_numbers(load, make_inputs):
+    model = load(cross_kv="packed_pad_exact")
+    text_kv = model.project_text(make_inputs(model.config, **INPUTS)["encoder_hidden_states"], LENS)
+    assert repr(text_kv) == (
+        "TextKV(text_lens=(7, 1, 32), batch=3, padded_len=32, cross_kv='packed_pad_exact', text=3 layers of CrossKV("
+        "k=[40, 3, 20], v=[40, 3, 20], k_pad=[3, 20], v_pad=[3, 20], torch.float32, cpu, metadata=PackedPadKV))"
+    )
+    with_image = replace(text_kv, image=(CrossKV(torch.zeros(3, 5, 3, 20), torch.zeros(3, 5, 3, 20)),))
+    assert "image=1 layers of CrossKV(k=[3, 5, 3, 20], v=[3, 5, 3, 20], torch.float32, cpu, metadata=None)" in repr(
+        with_image
+    )
 
 
 @torch.no_grad()

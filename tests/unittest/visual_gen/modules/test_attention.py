@@ -354,9 +354,9 @@ def test_arguments_that_a_site_cannot_use_are_refused():
     for given in ({"cache": layer}, {"block_mask": mask}):
         with pytest.raises(ValueError, match="a 'cross_text' site sees all"):
             text(x, kv, **given)
-    with pytest.raises(ValueError, match="no rotary"):
+    with pytest.raises(ValueError, match="leave rotary out"):
         text(x, kv, rotary=torch.ones(4, 1, 6, dtype=torch.complex64))
-    with pytest.raises(ValueError, match="takes the CrossKV"):
+    with pytest.raises(ValueError, match="kv is a NoneType; it must be a CrossKV"):
         text(x)
     with pytest.raises(ValueError, match="no Q of its own"):
         Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_image")(x, kv)
@@ -464,3 +464,55 @@ def test_rotary_is_the_same_with_and_without_complex_numbers(per_frame):
     torch.testing.assert_close(compiled(x, rotary), apply_rotary(x, rotary), rtol=0, atol=1e-6)
     one = apply_rotary(x[2:], rotary[2] if per_frame else rotary)
     torch.testing.assert_close(apply_rotary(x, rotary)[2:], one, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rotary", [torch.ones(5, 1, 6), (torch.ones(5, 1, 6), torch.zeros(5, 1, 6))], ids=type)
+def test_a_rotary_that_is_not_complex_is_refused(rotary):
+    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="self")
+    kind = "rotary is (torch.float32|a tuple); it must be complex"
+    with pytest.raises(ValueError, match=kind):
+        site(torch.zeros(1, 5, HIDDEN), rotary=rotary)
+    with pytest.raises(ValueError, match=kind):
+        apply_rotary(torch.zeros(1, 5, 2, HEADS, HEAD_DIM), rotary)
+
+
+class NoProjection(torch.nn.Module):
+    in_features = HIDDEN
+
+    def forward(self, rows):
+        raise AssertionError("rows were projected before they were checked")
+
+
+GOOD, PAD = torch.zeros(3, HIDDEN), torch.zeros(1, HIDDEN)
+
+
+@pytest.mark.parametrize("mode", ["padded", "packed", "packed_pad_exact"])
+@pytest.mark.parametrize(("rows", "pad_row", "said"), [
+    ([GOOD, GOOD[:, :-1]], PAD, r"rows\[1\] has shape \(3, 29\); this site takes \[n, 30\]"),
+    ([GOOD[None]], PAD, r"rows\[0\] has shape \(1, 3, 30\)"),
+    ([GOOD[0]], PAD, r"rows\[0\] has shape \(30,\)"),
+    ([GOOD, [[0.0] * HIDDEN]], PAD, r"rows\[1\] is a list"),
+    ([GOOD], PAD[0], r"pad_row has shape \(30,\); this site takes \[1, 30\]"),
+    ([GOOD], PAD[None], r"pad_row has shape \(1, 1, 30\)"),
+    ([GOOD], GOOD[:2], r"pad_row has shape \(2, 30\)"),
+    ([GOOD], PAD[:, 1:], r"pad_row has shape \(1, 29\)"),
+    ([GOOD], [0.0] * HIDDEN, "pad_row is a list"),
+    ([GOOD] * 9, GOOD, "pad_row has shape"),
+])  # fmt: skip
+def test_rows_that_do_not_fit_are_refused_before_any_work(mode, rows, pad_row, said):
+    site = Attention(HIDDEN, HEADS, HEAD_DIM, role="cross_text", cross_kv=mode)
+    site.to_kv = NoProjection()
+    for padded_len in (3, 5):
+        with pytest.raises(ValueError, match=said):
+            site.make_cross_kv(rows, padded_len, pad_row)
+
+
+def test_a_site_says_what_it_takes_as_keys_and_values():
+    text, own = (Attention(HIDDEN, HEADS, HEAD_DIM, role=role) for role in ("cross_text", "self"))
+    for kv, kind in ((GOOD, "Tensor"), (None, "NoneType"), ((GOOD, GOOD), "tuple")):
+        with pytest.raises(ValueError, match=f"kv is a {kind}; it must be a CrossKV, as make_cross_kv makes"):
+            text(GOOD[None], kv)
+        with pytest.raises(ValueError, match=f"kv is a {kind}; it must be a CrossKV"):
+            text.attend(torch.zeros(1, 3, HEADS, HEAD_DIM), kv)
+    with pytest.raises(ValueError, match="a 'self' site attends to its own rows"):
+        own.make_cross_kv([GOOD], 3)

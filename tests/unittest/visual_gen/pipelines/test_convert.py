@@ -71,6 +71,13 @@ def test_what_does_not_go_together_is_refused(make_checkpoint, tmp_path):
     assert sorted(x.name for x in tmp_path.iterdir()) == ["there"]
 
 
+@pytest.mark.parametrize("base", [False, True])
+def test_a_file_of_another_kind_is_named_before_a_base_is_asked_for(make_checkpoint, tmp_path, base):
+    (tmp_path / "some.txt").write_text("a red circle\n")
+    with pytest.raises(CheckpointError, match="some.txt is no .pt file as torch.save writes it, or is damaged: give"):
+        convert(tmp_path / "some.txt", tmp_path / "dest", base=make_checkpoint("t2v").authors if base else None)
+
+
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
 def test_a_conversion_that_fails_leaves_nothing(make_checkpoint, tmp_path, monkeypatch, error):
     def fail(weights, folder, **_):

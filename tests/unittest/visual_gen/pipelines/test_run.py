@@ -34,6 +34,7 @@ def test_the_record_says_what_the_run_did(pipe, generate, counted):
     assert record.latent_shape == (2, pipe.vae.config.z_dim, 2, 4, 6)
     assert tuple(record.stage_seconds) == STAGES
     assert all(record.stage_seconds[stage] > 0 for stage in ("text", "denoise", "decode"))
+    assert record.stage_seconds["image"] == 0
     assert len(record.step_seconds) == len(record.timesteps) == 3
     assert 0 < sum(record.step_seconds) <= record.stage_seconds["denoise"]
     assert record.peak_memory_kind == "rss" and record.peak_memory_bytes > 50 * 2**20
