@@ -111,7 +111,8 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
         )
         for mode in CROSS_KV_MODES
     }
-    text_kv_now = text_kv[config.attention.cross_kv] + image_kv_bytes(wan, len(lens), dtype)
+    kept_as = "padded" if config.compile else config.attention.cross_kv  # compiled blocks read buffers of one size
+    text_kv_now = text_kv[kept_as] + image_kv_bytes(wan, len(lens), dtype)
     # A first frame that is given has a timestep of its own; without one all tokens share theirs.
     per_token = model.timestep_per_token and generation.image is not None
     activations = activation_bytes(wan, rows, tokens, dtype, per_token)
@@ -252,6 +253,11 @@ def _notes(model: Model, config: RunConfig) -> tuple[str, ...]:
         notes.append("LoRA is counted unfused, as `generate` runs it; pipe.fuse_lora() brings its bytes to 0.")
     if missing := [lora.path for lora in config.lora if not lora.file.exists()]:
         notes.append(f"Not counted: LoRA of {', '.join(missing)}, which is not here.")
+    if config.compile:
+        notes.append(
+            "compile: the first step compiles the blocks, or finds on disk what `visual-gen warmup` has compiled. "
+            "Activations are counted as without; in every mode text keys lie in buffers of the padded size."
+        )
     if model.num_experts > 1:
         place = "the other rests in host memory" if config.offload == "experts" else "all stay on the device"
         notes.append(f"{model.num_experts} transformers of this size, of which one runs in each step; {place}.")

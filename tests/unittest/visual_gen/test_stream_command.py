@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.unittest.visual_gen.compiling import counted_graphs
 from visual_gen.checkpoint import resolve_folder
 from visual_gen.cli import main
 from visual_gen.commands import stream_videos
@@ -76,7 +77,7 @@ def test_a_stream_is_a_video_and_a_report(stream, random_causal_folder, tmp_path
     assert report["timeline"]["committing"] == [0, 0, 1] * 3
     assert max(report["timeline"]["used_blocks"]) == report["run"]["peak_blocks"] > 0
     assert report["timeline"]["at_s"][0] == 0
-    assert set(report["seconds"]["stages"]) == {"load", "denoise", "decode", "write"}
+    assert set(report["seconds"]["stages"]) == {"load", "compile", "denoise", "decode", "write"}
     assert report["run"]["frames"] == 21 and report["frames_per_second"] > 0
     assert not report["interrupted"] and report["checkpoint_label"] == "random weights"
     assert report["run"]["reads"] == ["extent 9", "block table 0", "staged 0"]
@@ -91,6 +92,27 @@ def test_a_stream_is_a_video_and_a_report(stream, random_causal_folder, tmp_path
     assert "a red &lt;b&gt;circle" in page and "<b>circle" not in page
     assert page.count("<svg") == 2 and page.count("data:image/png;base64,") == 1
     assert "rows of each forward" in page and "blocks in use, of" in page
+
+
+def test_blocks_may_be_compiled_and_what_that_took_is_no_part_of_the_forwards(stream, tmp_path):
+    arguments = ["--prompt", "a red circle", "--prompt", "a blue square"]
+    videos = []
+    for compile in ("true", "false"):
+        with counted_graphs() as graphs:
+            assert stream(*arguments, "--set", f"compile={compile}") == 0
+        videos.append([pixels(tmp_path / f"out-{i}.mp4").astype(int) for i in range(2)])
+        assert graphs.frame_count == (compile == "true")  # growing and full windows, denoising and committing
+        stages = report_of(tmp_path)["seconds"]["stages"]
+        assert stages["compile"] > 0.05 if compile == "true" else stages["compile"] == 0
+        assert stages["denoise"] > 0
+    assert max(np.abs(a - b).max() for a, b in zip(*videos, strict=True)) <= 2
+
+
+def test_a_stream_that_cannot_be_compiled_is_refused_before_it_loads(stream, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-c++")
+    assert stream("--prompt", "a", "--set", "compile=true") == 2
+    assert "compile is true, and torch.compile on a CPU needs a C++ compiler" in capsys.readouterr().err
+    assert names(tmp_path) == []
 
 
 def test_a_seed_gives_one_video_and_another_another(stream, tmp_path):
