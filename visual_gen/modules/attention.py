@@ -127,9 +127,9 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """x [B, S, hidden_size] → [B, S, hidden_size].
 
-        For role "self": rotary, complex [S, 1, D / 2] or [B, S, 1, D / 2] (None: no position); cache, what a KV cache
-        gives this layer: x's tokens are written there and attend to what is visible there; block_mask: rows attend as
-        FlexAttention's mask says. kv: the CrossKV of a "cross_text" site.
+        For role "self": rotary, complex [S, 1, D / 2] or [B, S, 1, D / 2], or its parts (None: no position); cache,
+        what a KV cache gives this layer: x's tokens are written there and attend to what is visible there; block_mask:
+        rows attend as FlexAttention's mask says. kv: the CrossKV of a "cross_text" site.
         """
         if self.role == "self":
             if kv is not None:

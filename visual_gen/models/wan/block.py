@@ -49,8 +49,8 @@ class WanBlock(nn.Module):
         cache: LayerKV | None = None,
         block_mask: BlockMask | None = None,
     ) -> torch.Tensor:
-        """x [B, S, D]; modulation [B or 1, S or 1, 6, D]; rotary complex [S, 1, D / 2H] or [B, S, 1, D / 2H] →
-        [B, S, D].
+        """x [B, S, D]; modulation [B or 1, S or 1, 6, D]; rotary complex [S, 1, D / 2H] or [B, S, 1, D / 2H], or
+        its parts (see apply_rotary) → [B, S, D].
 
         cache, block_mask: how self-attention sees other rows; see Attention.
         """

@@ -43,13 +43,7 @@ class WanTransformer(WanModel):
         in a TextPool; each formulation of the pad rows has a graph. So have blocks with LoRA, for each kind of layers
         that it covers. Over a KV cache there is a graph for one row and one for several, and each again for every read,
         for chunks with extra tokens, and for given frames; lengths and places have none.
-        Raises ValueError on a model made with trainable=True.
         """
-        if self._trainable:
-            raise ValueError(
-                "this model was made with trainable=True, and its blocks are compiled for inference alone: load it "
-                "without, or train it uncompiled"
-            )
         watch_compilation()
         self.blocks_compiled = True
         # Torch's own 8 are fewer than the kinds of calls that streams make, and one more is an error. For the process,
@@ -191,6 +185,8 @@ class WanTransformer(WanModel):
             x, temb, modulation = extra.join(x), extra.per_token(temb), extra.per_token(modulation)
         elif self.blocks_compiled:
             x = x.clone()  # a linear layer gives a view, a block does not, and each kind of input has its own graph
+        if self.blocks_compiled:
+            rotary = torch.view_as_real(rotary)  # Inductor has no complex numbers
         for layer, block in enumerate(self.blocks):
             x = block(
                 x, modulation, rotary, text[layer], None if image is None else image[layer],
