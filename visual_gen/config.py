@@ -264,6 +264,7 @@ class RunConfig(_Section):
     """All settings of one run. `device` is "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
 
     `offload` "experts" keeps of two transformers only the one in use on the device, the other in host memory.
+    `compile`: torch.compile for the transformer's blocks, which takes its time once, at the first step.
     With `causal`, the model's weights are those of a causal one, for streams; without it, the model makes whole videos.
     `lora`: files to load into it, added up.
     `stream` is for the command of that name.
@@ -273,6 +274,7 @@ class RunConfig(_Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = "auto"
     offload: OffloadMode = "none"
+    compile: bool = False
     attention: AttentionConfig = AttentionConfig()
     generation: GenerationConfig = GenerationConfig()
     output: OutputConfig = OutputConfig()

@@ -10,7 +10,14 @@ ROOT = Path(__file__).parents[2]
 # From the bottom up; a file imports its own layer and those below.
 LAYERS = [
     ["attention_backend"],
-    ["visual_gen.version", "visual_gen.config", "visual_gen.config_file", "visual_gen.checkpoint", "visual_gen.device"],
+    [
+        "visual_gen.version",
+        "visual_gen.config",
+        "visual_gen.config_file",
+        "visual_gen.checkpoint",
+        "visual_gen.device",
+        "visual_gen.compilation",
+    ],
     ["visual_gen.modules"],
     ["visual_gen.models"],
     ["visual_gen.runtime"],

@@ -86,6 +86,7 @@ def generate(config: RunConfig, files: list[Path]) -> None:
         "flow_shift": generation.flow_shift,
         "boundary_ratio": generation.boundary_ratio,
         "offload": config.offload,
+        "compile": config.compile,
     }
     call = {
         "prompt": list(generation.prompts),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from visual_gen.commands.generate import announce, say, writing
 from visual_gen.commands.stream_request import StreamRequest, stream_request
+from visual_gen.compilation import compile_seconds
 from visual_gen.config import RunConfig
 from visual_gen.runtime.files import expanded, report_paths
 
@@ -65,6 +66,7 @@ def check(request: StreamRequest) -> tuple[Path, str, list[str]]:
         config.model.path, dtype=config.torch_dtype(), device=config.torch_device(), attention=config.attention,
         height=generation.height, width=generation.width, latent_frames=request.latent_frames, causal=config.causal,
         texts=texts, max_sequence_length=generation.max_sequence_length,
+        compile=config.compile,
     )  # fmt: skip
     if find_model(config) is not None:
         planned = plan(config)
@@ -83,7 +85,7 @@ def open_videos(request: StreamRequest) -> tuple[StreamEngine, list[StreamVideo]
     recached = request.switches and request.stream.recache == "window"
     engine = StreamEngine.from_pretrained(
         config.model.path, causal=config.causal, dtype=config.torch_dtype(), device=config.torch_device(),
-        attention=config.attention, height=generation.height, width=generation.width,
+        attention=config.attention, height=generation.height, width=generation.width, compile=config.compile,
         max_sequence_length=generation.max_sequence_length, guidance_scale=generation.guidance_scale,
         max_streams=count + bool(recached),  # a window is computed anew beside the old one
         batch_rows=count * (2 if generation.guidance_scale > 1 else 1),
@@ -97,7 +99,7 @@ def make(request: StreamRequest, engine: StreamEngine, videos: list[StreamVideo]
     from visual_gen.runtime.record import peak_memory
     from visual_gen.runtime.stream_report import StreamRunRecord
 
-    seconds = dict.fromkeys(("denoise", "decode", "write"), 0.0)
+    seconds = dict.fromkeys(("compile", "denoise", "decode", "write"), 0.0)
     interrupted = False
     start = time.perf_counter()
     try:
@@ -108,9 +110,11 @@ def make(request: StreamRequest, engine: StreamEngine, videos: list[StreamVideo]
                 going = [video for video in videos if video.going]
                 if not going:
                     break
-                before = time.perf_counter()
+                before, compiled = time.perf_counter(), compile_seconds()
                 engine.step([video.stream for video in going])
-                seconds["denoise"] += time.perf_counter() - before
+                compiled = compile_seconds() - compiled
+                seconds["compile"] += compiled
+                seconds["denoise"] += time.perf_counter() - before - compiled
                 for video in going:
                     video.deliver(since=start)
                 line.show(videos, engine, time.perf_counter() - start)

@@ -1,4 +1,5 @@
-"""`visual-gen warmup`: compiles the kernels of a configuration before its first video, and says what that took."""
+"""`visual-gen warmup`: compiles the kernels of a configuration, and its blocks if it says `compile`, before its first
+video, and says what that took."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from visual_gen.runtime.warmup import WarmUp, warm_up
 
 
 def run(arguments: argparse.Namespace) -> None:
-    found = warm_up(config_from_arguments(arguments))
+    config = config_from_arguments(arguments)
+    found = warm_up(config)
+    if config.compile:
+        from visual_gen.pipelines.compiled_blocks import warm_up_blocks
+
+        found.variants.append(warm_up_blocks(config))
     if arguments.json:
         print(json.dumps(dataclasses.asdict(found) | {"compile_seconds": found.compile_seconds}, indent=2))
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from attention_backend import (
@@ -22,7 +23,7 @@ from attention_backend.kv_cache import CachedAttention, LayerKV
 from attention_backend.metadata import ExtentKV, host_lens, host_mask
 from visual_gen.modules.block_causal import BlockMask, attend_block_mask
 from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV, append_rows, pack_rows
-from visual_gen.modules.norms import rms_norm_fp32
+from visual_gen.modules.norms import in_fp32, inverse_rms
 from visual_gen.modules.rope import apply_rotary
 
 
@@ -126,9 +127,9 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """x [B, S, hidden_size] → [B, S, hidden_size].
 
-        For role "self": rotary, complex [S, 1, D / 2] or [B, S, 1, D / 2] (None: no position); cache, what a KV cache
-        gives this layer: x's tokens are written there and attend to what is visible there; block_mask: rows attend as
-        FlexAttention's mask says. kv: the CrossKV of a "cross_text" site.
+        For role "self": rotary, complex [S, 1, D / 2] or [B, S, 1, D / 2], or its parts (None: no position); cache,
+        what a KV cache gives this layer: x's tokens are written there and attend to what is visible there; block_mask:
+        rows attend as FlexAttention's mask says. kv: the CrossKV of a "cross_text" site.
         """
         if self.role == "self":
             if kv is not None:
@@ -162,26 +163,30 @@ class Attention(nn.Module):
         qkv = self.to_qkv(x)
         qk = qkv[..., : 2 * inner].unflatten(-1, (2, inner))
         v = qkv[..., 2 * inner :].unflatten(-1, (self.num_heads, self.head_dim))
+        inverse = None
         if self.qk_norm_weight is not None:
-            qk = rms_norm_fp32(qk, self.qk_norm_weight, self.eps)
+            inverse = inverse_rms(qk, self.eps).unsqueeze(-1)
+            qk = qk * self.qk_norm_weight.float()
         qk = qk.unflatten(-1, (self.num_heads, self.head_dim))
         if rotary is not None:
             qk = apply_rotary(qk.float(), rotary)
-        q, k = qk.to(qkv.dtype).unbind(2)
+        # One number for each token's q and each k, so it may as well follow the rotation, in the pass that rounds.
+        qk = qk.to(qkv.dtype) if inverse is None else in_fp32(torch.mul, qkv.dtype, qk, inverse)
+        q, k = qk.unbind(2)
         return q, k, v
 
     def project_q(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, S, hidden_size] → normalised q [B, S, H, D] of a "cross_text" site."""
         q = self.to_q(x)
         if self.qk_norm_weight is not None:
-            q = rms_norm_fp32(q, self.qk_norm_weight[0], self.eps).to(q.dtype)
+            q = F.rms_norm(q, q.shape[-1:], self.qk_norm_weight[0], self.eps)  # in fp32, rounded at the end
         return q.unflatten(-1, (self.num_heads, self.head_dim))
 
     def project_kv(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """rows [..., kv_size] of text or image → k (normalised), v [..., H, D], which may be views of one tensor."""
         k, v = self.to_kv(rows).chunk(2, dim=-1)
         if self.qk_norm_weight is not None:
-            k = rms_norm_fp32(k, self.qk_norm_weight[-1], self.eps).to(v.dtype)
+            k = F.rms_norm(k, k.shape[-1:], self.qk_norm_weight[-1], self.eps)
         heads = (self.num_heads, self.head_dim)
         return k.unflatten(-1, heads), v.unflatten(-1, heads)
 

@@ -107,17 +107,15 @@ def _turns(angles: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rotary(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """Turns channel pairs of x, fp32 [B, S, ..., H, D], by rotary, complex64 [S, 1, D / 2] or [B, S, 1, D / 2].
-
-    Raises ValueError if rotary is not complex: real numbers would scale."""
-    if not torch.compiler.is_compiling() and not (isinstance(rotary, torch.Tensor) and rotary.is_complex()):
-        kind = rotary.dtype if isinstance(rotary, torch.Tensor) else f"a {type(rotary).__name__}"
-        raise ValueError(f"rotary is {kind}; it must be complex, e^(i·angle), as RotaryTable and torch.polar give")
+    """Turns channel pairs of x, fp32 [B, S, ..., H, D], by rotary, complex64 [S, 1, D / 2] or [B, S, 1, D / 2], or its
+    real and imaginary parts, fp32 [..., D / 2, 2]."""
     pairs = x.unflatten(-1, (-1, 2))
-    rotary = rotary.view(*rotary.shape[:-2], *(1,) * (x.ndim - 4), *rotary.shape[-2:])
-    if torch.compiler.is_compiling():
-        # Inductor makes no code for complex numbers; written out, this is fused with what stands round it.
-        cos, sin = torch.view_as_real(rotary).unbind(-1)
-        even, odd = pairs.unbind(-1)
-        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
-    return torch.view_as_real(torch.view_as_complex(pairs) * rotary).flatten(-2)
+    between = (1,) * (x.ndim - 4)
+    if rotary.is_complex() and not torch.compiler.is_compiling():
+        rotary = rotary.view(*rotary.shape[:-2], *between, *rotary.shape[-2:])
+        return torch.view_as_real(torch.view_as_complex(pairs) * rotary).flatten(-2)
+    # Inductor makes no code for complex numbers; written out, this is fused with what stands round it.
+    parts = torch.view_as_real(rotary) if rotary.is_complex() else rotary
+    cos, sin = (part.view(*part.shape[:-2], *between, *part.shape[-2:]) for part in parts.unbind(-1))
+    even, odd = pairs.unbind(-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from visual_gen.checkpoint import CONFIG_FILES, part_path, resolve_folder
+from visual_gen.compilation import check_compile
 from visual_gen.config import OFFLOAD_MODES, AttentionConfig, attention_config
 from visual_gen.device import find_device
 from visual_gen.models.wan import WanTransformer
@@ -31,6 +32,7 @@ class OpenedPipeline:
     repeats_last_key: bool
     facts: FolderFacts
     one_expert_on_device: bool
+    compile: bool
     geometry: Geometry
     scheduler: Any
     tokenizer: Any
@@ -54,12 +56,14 @@ def open_pipeline(
     vae_dtype: torch.dtype | None = None,
     boundary_ratio: float | None = None,
     offload: str = "none",
+    compile: bool = False,
 ) -> OpenedPipeline:
     """Arguments and errors are those of WanPipeline.from_pretrained. Of a Hub repository no weights are fetched."""
     for name, value in (("dtype", dtype), ("vae_dtype", vae_dtype or dtype)):
         if value not in _DTYPES:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, _DTYPES))}")
     device = find_device(device)
+    check_compile(compile, device)
     check_flow_shift(flow_shift)
     attention = attention_config(attention)
     folder = resolve_folder(folder_or_id, files=CONFIG_FILES)
@@ -87,6 +91,7 @@ def open_pipeline(
         repeats_last_key=model.repeats_last_key,
         facts=facts,
         one_expert_on_device=offload == "experts",
+        compile=compile,
         geometry=Geometry.from_folder(folder),
         scheduler=made_scheduler,
         tokenizer=tokenizer,

@@ -97,17 +97,20 @@ class StreamEngine:
         height: int,
         width: int,
         max_sequence_length: int = 512,
+        compile: bool = False,
         **options,
     ) -> StreamEngine:
         """Loads a diffusers-format folder whose transformer is a causal one. height, width: of the video, in pixels.
+        compile: its blocks (see WanTransformer.compile_blocks).
 
         options: the fields of EngineOptions but text_len, which is max_sequence_length. Raises ValueError on bad
         arguments and on folders that are damaged, of another pipeline, or whose parts do not fit together.
         """
         EngineOptions(text_len=max_sequence_length, **options)  # before anything is loaded
         parts = load_stream_parts(
-            folder_or_id, dtype=dtype, device=device, attention=attention, max_sequence_length=max_sequence_length
-        )
+            folder_or_id, dtype=dtype, device=device, attention=attention, max_sequence_length=max_sequence_length,
+            compile=compile,
+        )  # fmt: skip
         size = parts.geometry.latent_shape(1, 1, height, width)[-2:]
         engine = cls(
             parts.transformer, size, causal=causal, encode=parts.encode, text_len=max_sequence_length, **options

@@ -10,6 +10,7 @@ import torch
 
 from attention_backend.kv_cache import PagedKVCache
 from visual_gen.checkpoint import part_path, resolve_folder
+from visual_gen.compilation import check_compile
 from visual_gen.config import AttentionConfig, CausalConfig, attention_config
 from visual_gen.device import find_device
 from visual_gen.models.wan import CausalWanTransformer
@@ -61,15 +62,19 @@ def load_stream_parts(
     device: str | torch.device,
     attention: AttentionConfig | dict | None,
     max_sequence_length: int,
+    compile: bool,
 ) -> StreamParts:
     """Of a folder in diffusers' format. ValueError, before weights are read, on what does not fit together."""
     device, attention = find_device(device), attention_config(attention)
+    check_compile(compile, device)
     folder = resolve_folder(folder_or_id)
     read_stream_folder(folder)
     tokenizer = open_tokenizer(folder)
     transformer = CausalWanTransformer.from_pretrained(
         part_folder(folder / "transformer"), dtype=dtype, device=device, attention=attention
     )
+    if compile:
+        transformer.compile_blocks()
     encoder = load_text_encoder(part_path(folder, "text_encoder"), dtype=dtype, device=device)
     vae = load_vae(part_path(folder, "vae"), dtype=dtype, device=device)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from visual_gen.checkpoint import CONFIG_FILES, resolve_folder
+from visual_gen.compilation import check_compile
 from visual_gen.config import AttentionConfig, CausalConfig
 from visual_gen.models.wan import CausalWanTransformer
 from visual_gen.models.wan.geometry import Geometry
@@ -29,12 +30,14 @@ def check_streams(
     causal: CausalConfig,
     texts: Sequence[tuple[str, str]],
     max_sequence_length: int,
+    compile: bool = False,
 ) -> tuple[Path, str, list[str]]:
     """The folder, what the checkpoint calls itself, and warnings on what it may do badly.
 
     texts: (what it is, the text). Raises ValueError on whatever the folder, the model, its backends or its positions
     cannot serve.
     """
+    check_compile(compile, device)
     folder = resolve_folder(folder_or_id, files=CONFIG_FILES)
     wan = read_stream_folder(folder).wan
     Geometry.from_folder(folder).latent_shape(1, 1, height, width)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from visual_gen.checkpoint import resolve_folder
-from visual_gen.config import AttentionConfig
+from visual_gen.config import AttentionConfig, CrossKVMode
 from visual_gen.models.wan.geometry import Geometry
 from visual_gen.models.wan.task import Task
 from visual_gen.pipelines.call_record import call_warnings, new_record
@@ -97,7 +97,7 @@ class WanPipeline(LoRAMethods):
         texts = (*request.prompts, *request.negative_prompts)
         rows = tokenize_all(opened.tokenizer, texts, request.max_sequence_length)
         needed = request_bytes(
-            opened.facts.wan, request, rows, opened.attention.cross_kv, opened.dtype,
+            opened.facts.wan, request, rows, _kept_as(opened.attention, opened.compile), opened.dtype,
             repeated_key=opened.repeats_last_key, timestep_per_token=_per_token(opened.facts.task, request),
         )  # fmt: skip
         check_memory(needed, opened.device)
@@ -115,6 +115,7 @@ class WanPipeline(LoRAMethods):
         vae_dtype: torch.dtype | None = None,
         boundary_ratio: float | None = None,
         offload: str = "none",
+        compile: bool = False,
         progress: bool = True,
     ) -> WanPipeline:
         """Load "wan-shapes", a diffusers-format folder, or a Hugging Face Hub id, to `dtype` on `device`.
@@ -123,7 +124,8 @@ class WanPipeline(LoRAMethods):
         None (the folder's) or a number above 0. vae_dtype: None means `dtype`. device: "auto" takes a GPU if one is
         there. boundary_ratio: of a pair of transformers, the share of the noise levels below which the second takes
         over; None means the folder's. offload: "experts" keeps of such a pair only the one in use on the device and the
-        other in host memory; they change places twice in a request.
+        other in host memory; they change places twice in a request. compile: torch.compile for the transformers' blocks
+        (see WanTransformer.compile_blocks), compiled at the first step of a size, and again where a LoRA is added.
 
         Raises ValueError on a bad argument; CheckpointError (a ValueError) on a folder that is missing, damaged, of
         another pipeline, or whose parts do not fit together; AttentionBackendError (a ValueError) on a backend that
@@ -140,6 +142,7 @@ class WanPipeline(LoRAMethods):
             vae_dtype=vae_dtype,
             boundary_ratio=boundary_ratio,
             offload=offload,
+            compile=compile,
         )
         folder = resolve_folder(folder_or_id)
         with StageProgress(progress) as bars:
@@ -156,6 +159,9 @@ class WanPipeline(LoRAMethods):
                 one_expert_on_device=opened.one_expert_on_device,
                 part=bars.stage("load", total=len(parts_of(opened.facts))).part,
             )
+        if opened.compile:
+            for transformer in components.experts.transformers:
+                transformer.compile_blocks()
         return cls(
             components,
             opened.scheduler,
@@ -229,7 +235,7 @@ class WanPipeline(LoRAMethods):
         rows = tokenize_all(self.tokenizer, texts, request.max_sequence_length)
         model = self.transformer
         needed = request_bytes(
-            model.config, request, rows, self.attention.cross_kv, self.dtype,
+            model.config, request, rows, _kept_as(self.attention, model.blocks_compiled), self.dtype,
             repeated_key=model.repeats_last_key, timestep_per_token=_per_token(self.task, request),
         )  # fmt: skip
         check_memory(needed, self.device)
@@ -293,6 +299,11 @@ class WanPipeline(LoRAMethods):
     def _counters(self) -> dict[str, int]:
         states = [transformer.attention_metadata_state for transformer in self.experts.transformers]
         return {name: sum(getattr(state, name) for state in states) for name in _COUNTERS}
+
+
+def _kept_as(attention: AttentionConfig, compiled: bool) -> CrossKVMode:
+    """The mode whose memory the text's keys and values take: for compiled blocks all lie in buffers of one size."""
+    return "padded" if compiled else attention.cross_kv
 
 
 def _per_token(task: Task, request: Request) -> bool:

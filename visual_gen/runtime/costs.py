@@ -89,13 +89,12 @@ def activation_bytes(
     """Expected peak of the tensors that live beside the weights while a block runs; an estimate.
 
     Counted in bytes for each of the rows·tokens·d elements of the hidden state, s bytes an element: self-attention
-    holds x, the normed x and QKV (5 s) beside three fp32 copies of Q and K while they are normed and turned (24; two,
-    16, if they are fp32 already); the feed-forward holds six tensors like x, and its inner activations before and
-    after the GELU. One timestep for each token adds the modulation, which all rows share, in the compute dtype and in
-    fp32.
+    holds x, the normed x and QKV (5 s) beside two fp32 copies of Q and K while they are normed and turned (16); the
+    feed-forward holds six tensors like x, and its inner activations before and after the GELU. One timestep for each
+    token adds the modulation, which all rows share, in the compute dtype and in fp32.
     """
     size, d = dtype.itemsize, wan.hidden_size
-    attention = 5 * size + (16 if dtype == torch.float32 else 24)
+    attention = 5 * size + 16
     feed_forward = 6 * size + 2 * size * wan.ffn_dim / d
     modulation = 7 * size + 24 if timestep_per_token else 0
     return round(tokens * d * (rows * max(attention, feed_forward) + modulation))

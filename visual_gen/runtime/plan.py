@@ -123,7 +123,8 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
     else:  # a slot has room for the longest text in every mode
         text_kv_rows = dict.fromkeys(SERVED_CROSS_KV, batch * TEXT_SLOTS * text_length)
     text_kv = {mode: text_kv_bytes(wan, count, dtype) for mode, count in text_kv_rows.items()}
-    text_kv_now = text_kv[config.attention.cross_kv] + image_kv_bytes(wan, len(lens), dtype)
+    kept_as = "padded" if config.compile else config.attention.cross_kv  # compiled blocks read buffers of one size
+    text_kv_now = text_kv[kept_as] + image_kv_bytes(wan, len(lens), dtype)
     # A first frame that is given has a timestep of its own; without one all tokens share theirs.
     per_token = model.timestep_per_token and generation.image is not None
     activations = activation_bytes(wan, rows, most_tokens, dtype, per_token)
@@ -239,6 +240,11 @@ def _notes(model: Model, config: RunConfig) -> tuple[str, ...]:
         notes.append("LoRA is counted unfused, as `generate` runs it; pipe.fuse_lora() brings its bytes to 0.")
     if missing := [lora.path for lora in config.lora if not lora.file.exists()]:
         notes.append(f"Not counted: LoRA of {', '.join(missing)}, which is not here.")
+    if config.compile:
+        notes.append(
+            "compile: the first step compiles the blocks, or finds on disk what `visual-gen warmup` has compiled. "
+            "Activations are counted as without; in every mode text keys lie in buffers of the padded size."
+        )
     if model.num_experts > 1:
         place = "the other rests in host memory" if config.offload == "experts" else "all stay on the device"
         notes.append(f"{model.num_experts} transformers of this size, of which one runs in each step; {place}.")

@@ -17,8 +17,8 @@ from visual_gen.runtime.units import format_seconds
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e3e8ee"
 STAGE_COLORS = {
-    "load": "#8fa3b8", "text": "#e0a13c", "image": "#8b6bb1", "denoise": "#3a6ea5", "decode": "#5aa37a",
-    "write": "#b56576",
+    "load": "#8fa3b8", "text": "#e0a13c", "image": "#8b6bb1", "compile": "#c9b458", "denoise": "#3a6ea5",
+    "decode": "#5aa37a", "write": "#b56576",
 }  # fmt: skip
 OTHER_COLOR = "#9a9a9a"
 STYLE = {

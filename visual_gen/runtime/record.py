@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from visual_gen.compilation import compile_seconds
 from visual_gen.runtime.machine import peak_rss_bytes
 
-STAGES = ("load", "text", "image", "denoise", "decode", "write")
+STAGES = ("load", "text", "image", "compile", "denoise", "decode", "write")
 
 
 @dataclass
@@ -20,7 +21,8 @@ class RunRecord:
     """One run of a pipeline, for its report.
 
     stage_seconds: seconds of each of STAGES; "load" is the pipeline's own loading, in the record of its first call
-    alone; "write" belongs to whoever writes.
+    alone; "compile" is what torch.compile took, which the stages and steps that it fell into leave out; "write" belongs
+    to whoever writes.
     step_seconds: one number per denoising step. Device events on CUDA, the host's clock elsewhere.
     peak_memory_bytes: "cuda", the most that torch had allocated during the run; "rss", the process's peak until now.
     attention: role -> {"backend", "why"}. cross_kv_formulations: how the text's pad rows were accounted for: "padded",
@@ -66,20 +68,23 @@ class RunClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_cuda = device.type == "cuda"
-        self._stages: list[tuple[str, Any, Any]] = []
+        self._stages: list[tuple[str, Any, Any]] = []  # name, and marks of start and end
         self._steps: list[Any] = []
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(device)
 
-    def _now(self) -> Any:
+    def _now(self) -> tuple[Any, float]:
+        """A mark: the time, and the seconds of compiling until then."""
         if not self._on_cuda:
-            return time.perf_counter()
+            return time.perf_counter(), compile_seconds()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        return event
+        return event, compile_seconds()
 
-    def _seconds(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) / 1e3 if self._on_cuda else end - start
+    def _seconds(self, start: tuple[Any, float], end: tuple[Any, float]) -> float:
+        """From one mark to another, without what was compiled between them."""
+        seconds = start[0].elapsed_time(end[0]) / 1e3 if self._on_cuda else end[0] - start[0]
+        return seconds - (end[1] - start[1])
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -97,6 +102,7 @@ class RunClock:
             torch.cuda.synchronize(self._device)
         for name, start, end in self._stages:
             record.stage_seconds[name] = self._seconds(start, end)
+            record.stage_seconds["compile"] += end[1] - start[1]
         pairs = zip(self._steps, self._steps[1:], strict=False)
         record.step_seconds = [self._seconds(start, end) for start, end in pairs]
         record.peak_memory_bytes, record.peak_memory_kind = peak_memory(self._device)

@@ -49,8 +49,8 @@ class VideoRecord:
 
 @dataclass
 class StreamRunRecord:
-    """stage_seconds: by the host's clock; on a GPU, "decode" waits for the forwards before it. started_s: the first
-    forward, in the engine's seconds."""
+    """stage_seconds: by the host's clock; on a GPU, "decode" waits for the forwards before it; "compile" is what
+    torch.compile took, which "denoise" leaves out. started_s: the first forward, in the engine's seconds."""
 
     videos: list[VideoRecord]
     engine: EngineRecord

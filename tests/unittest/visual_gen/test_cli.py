@@ -361,12 +361,13 @@ def test_an_interrupted_run_is_exit_code_130_and_leaves_nothing(generate, stub, 
         ("generation.last_image=a.png", "last_image", "a.png"),
         ("generation.boundary_ratio=0.5", "boundary_ratio", 0.5),
         ("offload=experts", "offload", "experts"),
+        ("compile=true", "compile", True),
     ],
 )
 def test_a_key_of_other_members_of_the_family_reaches_the_pipeline(generate, stub, setting, name, value):
     elsewhere = ["--set", "model.path=nowhere/wan"]  # a Hub id, of which nothing is known before it is fetched
     assert generate(*elsewhere) == 0
-    assert (stub.loaded | stub.called)[name] in (None, "none")
+    assert (stub.loaded | stub.called)[name] in (None, "none", False)
     assert generate(*elsewhere, "--set", setting) == 0
     assert (stub.loaded | stub.called)[name] == value
 

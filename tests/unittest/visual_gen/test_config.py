@@ -62,7 +62,7 @@ def test_a_key_in_the_wrong_section_is_led_to_the_right_one(load):
 def test_an_unknown_key_without_a_near_match_lists_what_there_is(load):
     error = error_of(load, MINIMAL + "zzz: 1\n")
     assert "did you mean" not in error
-    known = "model, dtype, device, offload, attention, generation, output, causal, lora, stream"
+    known = "model, dtype, device, offload, compile, attention, generation, output, causal, lora, stream"
     assert f"(the top level has {known})" in error
 
 

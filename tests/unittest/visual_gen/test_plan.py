@@ -261,6 +261,16 @@ def test_peak_memory_is_the_sum_of_its_parts_and_follows_the_cross_mode():
     assert packed.flops_per_step["cross_attention"] < padded.flops_per_step["cross_attention"]
 
 
+def test_text_keys_of_compiled_blocks_take_the_padded_size_in_every_mode():
+    plain, compiled = (
+        plan(config_of("wan2.1_t2v_14b", "attention.cross_kv=packed", f"compile={compile}"), [300, 126])
+        for compile in ("false", "true")
+    )
+    assert compiled.memory_bytes["text_kv"] == plain.text_kv_bytes["padded"] > plain.memory_bytes["text_kv"]
+    said = [[note for note in found.notes if note.startswith("compile: ")] for found in (plain, compiled)]
+    assert said[0] == [] and "the first step compiles the blocks" in said[1][0]
+
+
 def test_guidance_and_cfg_decide_rows_and_forwards():
     batched = plan(config_of("wan2.1_t2v_1.3b"))
     sequential = plan(config_of("wan2.1_t2v_1.3b", "generation.cfg=sequential"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.unittest.visual_gen.compiling import counted_graphs
 from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, resolve_folder
 from visual_gen.cli import main
 from visual_gen.commands import stream_videos
@@ -78,12 +79,12 @@ def test_a_stream_is_a_video_and_a_report(stream, random_causal_folder, tmp_path
     assert set(settings["generation"]) == {
         "prompt", "negative_prompt", "height", "width", "guidance_scale", "seed", "max_sequence_length", "fps",
     }  # fmt: skip
-    assert set(settings) == {"model", "dtype", "device", "attention", "generation", "output", "causal", "stream"}
+    assert set(settings) == {"model", "dtype", "device", "compile", "attention", "generation", "output", "causal", "stream"}
     assert report["run"]["checkpoint"] == str(random_causal_folder)
     assert set(settings["attention"]) == {"self", "cross_text", "cross_kv"}
     assert max(report["timeline"]["used_blocks"]) == report["run"]["peak_blocks"] > 0
     assert report["timeline"]["at_s"][0] == 0
-    assert set(report["seconds"]["stages"]) == {"load", "denoise", "decode", "write"}
+    assert set(report["seconds"]["stages"]) == {"load", "compile", "denoise", "decode", "write"}
     assert report["run"]["frames"] == 21 and report["frames_per_second"] > 0
     assert not report["interrupted"] and report["checkpoint_label"] == "random weights"
     assert report["run"]["reads"] == ["extent 9", "block table 0", "staged 0"]
@@ -106,6 +107,27 @@ def test_the_checkpoint_of_the_report_is_the_folder_that_its_name_stands_for(str
     assert stream("--chunks", "1", "--set", "model.path=named") == 0
     report = report_of(tmp_path)
     assert (report["run"]["checkpoint"], report["settings"]["model"]["path"]) == (str(random_causal_folder), "named")
+
+
+def test_blocks_may_be_compiled_and_what_that_took_is_no_part_of_the_forwards(stream, tmp_path):
+    arguments = ["--prompt", "a red circle", "--prompt", "a blue square"]
+    videos = []
+    for compile in ("true", "false"):
+        with counted_graphs() as graphs:
+            assert stream(*arguments, "--set", f"compile={compile}") == 0
+        videos.append([pixels(tmp_path / f"out-{i}.mp4").astype(int) for i in range(2)])
+        assert graphs.frame_count == (compile == "true")  # growing and full windows, denoising and committing
+        stages = report_of(tmp_path)["seconds"]["stages"]
+        assert stages["compile"] > 0.05 if compile == "true" else stages["compile"] == 0
+        assert stages["denoise"] > 0
+    assert max(np.abs(a - b).max() for a, b in zip(*videos, strict=True)) <= 2
+
+
+def test_a_stream_that_cannot_be_compiled_is_refused_before_it_loads(stream, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-c++")
+    assert stream("--prompt", "a", "--set", "compile=true") == 2
+    assert "compile is true, and torch.compile on a CPU needs a C++ compiler" in capsys.readouterr().err
+    assert names(tmp_path) == []
 
 
 def test_a_seed_gives_one_video_and_another_another(stream, tmp_path):

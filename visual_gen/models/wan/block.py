@@ -12,7 +12,7 @@ from visual_gen.modules.attention import Attention
 from visual_gen.modules.block_causal import BlockMask
 from visual_gen.modules.cross_kv import CrossKV
 from visual_gen.modules.feed_forward import FeedForward
-from visual_gen.modules.norms import layer_norm_fp32, modulated_layer_norm
+from visual_gen.modules.norms import add_gated, layer_norm_fp32, modulated_layer_norm
 
 
 class WanBlock(nn.Module):
@@ -49,8 +49,8 @@ class WanBlock(nn.Module):
         cache: LayerKV | None = None,
         block_mask: BlockMask | None = None,
     ) -> torch.Tensor:
-        """x [B, S, D]; modulation [B or 1, S or 1, 6, D]; rotary complex [S, 1, D / 2H] or [B, S, 1, D / 2H] →
-        [B, S, D].
+        """x [B, S, D]; modulation [B or 1, S or 1, 6, D]; rotary complex [S, 1, D / 2H] or [B, S, 1, D / 2H], or
+        its parts (see apply_rotary) → [B, S, D].
 
         cache, block_mask: how self-attention sees other rows; see Attention.
         """
@@ -58,7 +58,7 @@ class WanBlock(nn.Module):
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = modulation.unbind(2)
 
         normed = modulated_layer_norm(x, scale, shift, self.eps)
-        x = _add_gated(x, self.self_attn(normed, rotary=rotary, cache=cache, block_mask=block_mask), gate)
+        x = add_gated(x, self.self_attn(normed, rotary=rotary, cache=cache, block_mask=block_mask), gate)
 
         normed = x if self.norm2 is None else layer_norm_fp32(x, self.norm2.weight, self.norm2.bias, self.eps)
         q = self.cross_text.project_q(normed)
@@ -67,9 +67,4 @@ class WanBlock(nn.Module):
             attended = attended + self.cross_image.attend(q, image)
         x = x + self.cross_text.to_out(attended.flatten(2))
 
-        return _add_gated(x, self.ffn(modulated_layer_norm(x, ffn_scale, ffn_shift, self.eps)), ffn_gate)
-
-
-def _add_gated(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x + update · gate in fp32, in x's dtype. x, update [B, S, D]; gate fp32 [B or 1, S or 1, D]."""
-    return torch.addcmul(x.float(), update.float(), gate).to(x.dtype)
+        return add_gated(x, self.ffn(modulated_layer_norm(x, ffn_scale, ffn_shift, self.eps)), ffn_gate)

@@ -12,6 +12,7 @@ import torch
 
 from attention_backend.kv_cache import LayerKV
 from attention_backend.metadata import host_lens
+from visual_gen.compilation import watch_compilation
 from visual_gen.models.wan.extra_tokens import ExtraTokens
 from visual_gen.models.wan.model import WanModel
 from visual_gen.models.wan.text_kv import TextKV, real_rows
@@ -21,26 +22,30 @@ from visual_gen.modules.norms import modulated_layer_norm
 
 GRAPHS = 32  # kinds of calls of a compiled block, with some to spare
 
+
 class WanTransformer(WanModel):
     """Wan with diffusers' weights and results, one attention backend for each role, and text K/V made once.
 
     attention: an AttentionConfig, or a mapping with its keys (self, cross_text, cross_image, cross_kv).
     attention_choices says which backend each role took and why. init_weights False leaves the parameters on the meta
-    device, without memory, for to_empty and a load. trainable: "auto" takes only backends with gradients. Raises
-    ValueError on settings that do not fit the model, AttentionBackendError if a named backend cannot
-    serve its role.
+    device, without memory, for to_empty and a load. trainable: "auto" takes only backends with gradients.
+    blocks_compiled: whether compile_blocks was called. Raises ValueError on settings that do not fit the model,
+    AttentionBackendError if a named backend cannot serve its role.
     """
 
-    _blocks_compiled = False
+    blocks_compiled = False
 
     def compile_blocks(self, **options: Any) -> None:
         """torch.compile for every block, whole or not at all; options go to torch.compile.
 
-        Blocks of one shape of input share one graph. Prompts of other lengths share it too if they are projected with
-        fixed_capacity, or lie in a TextPool. Over a KV cache there is a graph for one row and one for several, and each
-        again for every read, for chunks with extra tokens, and for given frames; lengths and places have none.
+        Blocks of one shape of input share one graph, those of another model of the same settings too. Prompts of other
+        lengths share it if they are projected with fixed_capacity, as they then are where nothing else is said, or lie
+        in a TextPool; each formulation of the pad rows has a graph. So have blocks with LoRA, for each kind of layers
+        that it covers. Over a KV cache there is a graph for one row and one for several, and each again for every read,
+        for chunks with extra tokens, and for given frames; lengths and places have none.
         """
-        self._blocks_compiled = True
+        watch_compilation()
+        self.blocks_compiled = True
         # Torch's own 8 are fewer than the kinds of calls that streams make, and one more is an error. For the process,
         # as torch before 2.13 has no limit for one function.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
@@ -60,7 +65,7 @@ class WanTransformer(WanModel):
         *,
         text_mask: Sequence[Sequence[bool]] | torch.Tensor | None = None,
         text_index: Sequence[int] | None = None,
-        fixed_capacity: bool = False,
+        fixed_capacity: bool | None = None,
     ) -> TextKV:
         """Text keys and values of all layers, from the real rows and one pad row; needed once for a request.
 
@@ -69,7 +74,7 @@ class WanTransformer(WanModel):
         as zeros; host bools or a tensor on the CPU. text_index: host ints, the text of each batch row (None: B = T,
         each its own); rows that share a text share its projection. encoder_hidden_states_image [B, N, image_dim], for
         models with image inputs. fixed_capacity: packed text lies in buffers whose shapes do not depend on text_lens,
-        for compiled or captured steps; it then takes the memory of the padded form.
+        for compiled or captured steps; it then takes the memory of the padded form. None: if the blocks are compiled.
         Raises ValueError on shapes, lengths and masks that do not fit, and on a mask that only a device knows.
         """
         text = encoder_hidden_states
@@ -78,6 +83,8 @@ class WanTransformer(WanModel):
                 f"encoder_hidden_states has shape {tuple(text.shape)}; expected [B, L, text_dim {self.config.text_dim}]"
             )
         num_texts, padded_len = text.shape[:2]
+        if fixed_capacity is None:
+            fixed_capacity = self.blocks_compiled
         index = tuple(range(num_texts))
         if text_index is not None:
             index = host_lens("text_index", text_index, num_texts - 1)
@@ -176,8 +183,10 @@ class WanTransformer(WanModel):
         x = self.patch_embedding(tokens)
         if extra is not None:
             x, temb, modulation = extra.join(x), extra.per_token(temb), extra.per_token(modulation)
-        elif self._blocks_compiled:
+        elif self.blocks_compiled:
             x = x.clone()  # a linear layer gives a view, a block does not, and each kind of input has its own graph
+        if self.blocks_compiled:
+            rotary = torch.view_as_real(rotary)  # Inductor has no complex numbers
         for layer, block in enumerate(self.blocks):
             x = block(
                 x, modulation, rotary, text[layer], None if image is None else image[layer],

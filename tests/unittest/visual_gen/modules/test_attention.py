@@ -462,6 +462,8 @@ def test_rotary_is_the_same_with_and_without_complex_numbers(per_frame):
     torch._dynamo.reset()
     compiled = torch.compile(apply_rotary, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, rotary), apply_rotary(x, rotary), rtol=0, atol=1e-6)
+    parts = torch.view_as_real(rotary)
+    torch.testing.assert_close(apply_rotary(x, parts), apply_rotary(x, rotary), rtol=0, atol=1e-6)
     one = apply_rotary(x[2:], rotary[2] if per_frame else rotary)
     torch.testing.assert_close(apply_rotary(x, rotary)[2:], one, rtol=0, atol=0)
 
