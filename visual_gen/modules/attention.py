@@ -24,7 +24,7 @@ from attention_backend.metadata import ExtentKV, host_lens, host_mask
 from visual_gen.modules.block_causal import BlockMask, attend_block_mask
 from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV, append_rows, pack_rows
 from visual_gen.modules.norms import in_fp32, inverse_rms
-from visual_gen.modules.rope import apply_rotary
+from visual_gen.modules.rope import apply_rotary, check_rotary
 
 
 class Attention(nn.Module):
@@ -136,6 +136,8 @@ class Attention(nn.Module):
                 raise ValueError("a 'self' site attends to its own rows: leave kv out, or make a 'cross_text' site")
             if cache is not None and block_mask is not None:
                 raise ValueError("a cache and a block_mask both say what is visible: give one of them")
+            if rotary is not None and not torch.compiler.is_compiling():
+                check_rotary(rotary)
             q, k, v = self.project_qkv(x, rotary)
             if cache is not None:
                 if self.cached is None:

@@ -100,6 +100,13 @@ class RotaryTable:
             return _turns(angles).to(device).clone()
 
 
+def check_rotary(rotary: torch.Tensor) -> None:
+    """Raises ValueError unless rotary is a complex tensor: real numbers would scale."""
+    if not (isinstance(rotary, torch.Tensor) and rotary.is_complex()):
+        kind = rotary.dtype if isinstance(rotary, torch.Tensor) else f"a {type(rotary).__name__}"
+        raise ValueError(f"rotary is {kind}; it must be complex, e^(i·angle), as RotaryTable and torch.polar give")
+
+
 def _turns(angles: torch.Tensor) -> torch.Tensor:
     """e^(i·angle) of fp64 angles, complex64."""
     # Rounded to fp32 only here: angles reach thousands of radians, where fp32 would lose the phase.

@@ -284,7 +284,7 @@ def test_guidance_and_cfg_decide_rows_and_forwards():
 
 def test_text_lengths_come_from_the_tokenizer_where_there_is_one():
     found = plan(config_of("wan_shapes_t2v", "generation.prompt=[a red ball, a Red ball moving left]"))
-    assert found.text_lens == (4, 6, 1, 1)  # the end token included
+    assert found.text_lens == (4, 6, 2, 2)  # the end token included; "anything" is the recipe's negative prompt
     assert found.text_lens_from == "counted by the tokenizer"
     long = plan(config_of("wan_shapes_t2v", f"generation.prompt={'red ' * 100}"))
     assert long.text_lens == (64, 1)

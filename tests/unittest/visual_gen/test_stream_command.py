@@ -79,7 +79,9 @@ def test_a_stream_is_a_video_and_a_report(stream, random_causal_folder, tmp_path
     assert set(settings["generation"]) == {
         "prompt", "negative_prompt", "height", "width", "guidance_scale", "seed", "max_sequence_length", "fps",
     }  # fmt: skip
-    assert set(settings) == {"model", "dtype", "device", "compile", "attention", "generation", "output", "causal", "stream"}
+    assert set(settings) == {
+        "model", "dtype", "device", "compile", "attention", "generation", "output", "causal", "stream",
+    }  # fmt: skip
     assert report["run"]["checkpoint"] == str(random_causal_folder)
     assert set(settings["attention"]) == {"self", "cross_text", "cross_kv"}
     assert max(report["timeline"]["used_blocks"]) == report["run"]["peak_blocks"] > 0
