@@ -287,7 +287,7 @@ def test_text_lengths_come_from_the_tokenizer_where_there_is_one():
     assert found.text_lens == (4, 6, 2, 2)  # the end token included; "anything" is the recipe's negative prompt
     assert found.text_lens_from == "counted by the tokenizer"
     long = plan(config_of("wan_shapes_t2v", f"generation.prompt={'red ' * 100}"))
-    assert long.text_lens == (64, 1)
+    assert long.text_lens == (64, 2)
 
 
 def test_text_lengths_are_guessed_or_taken_as_given_elsewhere():
