@@ -78,8 +78,7 @@ class PickledWeights(WeightFiles):
         except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
             if not zipfile.is_zipfile(path):
                 raise CheckpointError(
-                    f"{path} is no .pt file as torch.save writes it, or is damaged: give the .pt file of a "
-                    "Self-Forcing-style checkpoint, or download it again"
+                    f"{path} is damaged, or is no .pt file as torch.save writes it: download it again, or give another"
                 ) from error
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(

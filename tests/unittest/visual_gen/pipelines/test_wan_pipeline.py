@@ -90,16 +90,20 @@ def test_frames_are_those_of_diffusers_at_the_size_it_was_trained_for(pipe, thei
     assert np.abs(ours.frames - run(theirs, RED, 0, **settings).frames).max() <= 2e-4
 
 
-def test_bf16_is_no_further_from_fp32_than_diffusers_own(pipe, theirs):
-    exact = run(pipe, RED, 0, output_type="latent").frames
+def test_bf16_is_no_further_from_fp32_than_diffusers_own(pipe):
+    """By the geometric mean over eight seeds: a single clip may be twice as far for either, whoever rounds."""
+    prompts, seeds = [RED] * 8, range(8)
+    exact = run(pipe, prompts, *seeds, output_type="latent").frames
     ours = WanPipeline.from_pretrained("wan-shapes", dtype=torch.bfloat16, progress=False)
     folder = resolve_folder("wan-shapes")
     reference = DiffusersWanPipeline.from_pretrained(folder, dtype=torch.bfloat16)
     reference.set_progress_bar_config(disable=True)
-    error = run(ours, RED, 0, output_type="latent").frames - exact
-    their_error = run(reference, RED, 0, output_type="latent").frames - exact
+    error, their_error = (
+        (run(each, prompts, *seeds, output_type="latent").frames - exact).square().flatten(1).mean(1)
+        for each in (ours, reference)
+    )
     assert ours.dtype == ours.vae.dtype == torch.bfloat16
-    assert error.square().mean() <= 1.2 * their_error.square().mean()
+    assert (error / their_error).log().mean().exp() <= 1.2
 
 
 @pytest.mark.parametrize("output_type, shape", [("np", (2, 5, 32, 48, 3)), ("pt", (2, 5, 3, 32, 48))])
