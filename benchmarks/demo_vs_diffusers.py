@@ -57,7 +57,7 @@ def run(arm: str, pipe, settings: argparse.Namespace) -> tuple[float, float, tor
     start = time.perf_counter()
     frames = pipe(
         prompt=PROMPT,
-        negative_prompt="",
+        negative_prompt="anything",
         height=settings.height,
         width=settings.width,
         num_frames=settings.num_frames,
