@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CrossKVMode = Literal["padded", "packed", "packed_pad_exact"]
 CROSS_KV_MODES: tuple[CrossKVMode, ...] = get_args(CrossKVMode)
 Recache = Literal["none", "window"]
+RECACHES: tuple[Recache, ...] = get_args(Recache)
 CFGMode = Literal["batched", "sequential"]
 CFG_MODES: tuple[CFGMode, ...] = get_args(CFGMode)
 OffloadMode = Literal["none", "experts"]

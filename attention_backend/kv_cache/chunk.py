@@ -23,6 +23,11 @@ class Record:
     frames: int
     slot: int
 
+    def journaled(self, geometry: SessionGeometry) -> Segment:
+        """(start, tokens) in a branch's journal of what the chunk overwrote."""
+        _, count = geometry.overwriting(self.frame_start, self.frames)
+        return self.slot * geometry.journal_slot_tokens, count * geometry.frame_tokens
+
 
 class Chunk:
     """Frames being computed: any number of forwards, then commit() or abort(). Made by Session.begin.

@@ -125,7 +125,7 @@ class Session:
         else:
             branches = cache.pool.open_branches(geometry, **cache.placing)
             self._copy([(0, geometry.visible_tokens(self._frames))], branches, BranchStorage.rows)
-        slots = [(r.slot * geometry.journal_slot_tokens, self._overwritten(r)[1]) for r in self._records]
+        slots = [record.journaled(geometry) for record in self._records]
         self._copy(slots, branches, lambda branch, segments: [x for s in segments for x in branch.journal_rows(*s)])
         return self.cache.add(
             Session(
@@ -171,11 +171,6 @@ class Session:
         self._open = None
         self.cache.retire_batches(chunk)
 
-    def _overwritten(self, record: Record) -> Segment:
-        """Token (first position, count) of the journal slot's content."""
-        first, count = self.geometry.overwriting(record.frame_start, record.frames)
-        return first, count * self.geometry.frame_tokens
-
     def _copy(self, segments, branches, rows_of) -> None:
         rows = self.cache.pool.rows
         sources, targets = (
@@ -188,12 +183,11 @@ class Session:
         """Pool rows that have what a chunk overwrites, and journal rows for as many, of all branches."""
         live: list[Segment] = []
         kept: list[Segment] = []
-        first, count = self.geometry.overwriting(record.frame_start, record.frames)
-        segments = self.geometry.segments(first, count)
+        segments = self.geometry.segments(*self.geometry.overwriting(record.frame_start, record.frames))
+        journaled = record.journaled(self.geometry)
         for branch in self.branches:
             live += branch.rows(segments)
-            start = record.slot * self.geometry.journal_slot_tokens
-            kept += branch.journal_rows(start, count * self.geometry.frame_tokens)
+            kept += branch.journal_rows(*journaled)
         return live, kept
 
     def _undo(self, record: Record, *, extra_tokens: int, in_pool: bool) -> None:

@@ -49,14 +49,13 @@ def restore(cache: PagedKVCache, snapshot: SessionSnapshot) -> Session:
     """Checked, and in blocks of its own; KVCacheError or OutOfBlocks with nothing taken."""
     geometry = replace(snapshot.geometry, action_capacity=cache.action_capacity)
     k = cache.pool.rows.layers[0][0]
-    ours = (geometry.frame_tokens, len(cache.pool.rows.layers), *k.shape[-2:], k.dtype)
+    ours = (cache.frame_tokens, len(cache.pool.rows.layers), *k.shape[-2:], k.dtype)
     window = snapshot.windows[0]
     its = (geometry.frame_tokens, window.shape[0], *window.shape[-2:], window.dtype)
-    if (cache.frame_tokens, *ours[1:]) != its:
+    if ours != its:
         names = "tokens a frame, layers, key/value heads, head_dim, dtype"
         raise KVCacheError(
-            f"the snapshot is of ({names}) {its}, the cache of {(cache.frame_tokens, *ours[1:])}; restore it into one "
-            "that was made for the same"
+            f"the snapshot is of ({names}) {its}, the cache of {ours}; restore it into one that was made for the same"
         )
     tokens = [geometry.visible_tokens(snapshot.frames), sum(n for _, n in _slots(geometry, snapshot.records))]
     for name, tensors, count in zip(
@@ -84,8 +83,7 @@ def _window(geometry: SessionGeometry, frames: int) -> list[Segment]:
 
 def _slots(geometry: SessionGeometry, records: Sequence[Record]) -> list[Segment]:
     """(start, tokens) in the journal of each record's content."""
-    counts = [geometry.overwriting(r.frame_start, r.frames)[1] * geometry.frame_tokens for r in records]
-    return [(r.slot * geometry.journal_slot_tokens, n) for r, n in zip(records, counts, strict=True) if n]
+    return [slot for slot in (record.journaled(geometry) for record in records) if slot[1]]
 
 
 def _journal(geometry: SessionGeometry, branch, records: Sequence[Record]) -> list[Segment]:

@@ -137,7 +137,7 @@ class Attention(nn.Module):
             if cache is not None and block_mask is not None:
                 raise ValueError("a cache and a block_mask both say what is visible: give one of them")
             if rotary is not None and not torch.compiler.is_compiling():
-                check_rotary(rotary)
+                check_rotary(rotary, self.head_dim)
             q, k, v = self.project_qkv(x, rotary)
             if cache is not None:
                 if self.cached is None:

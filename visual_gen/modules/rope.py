@@ -100,11 +100,19 @@ class RotaryTable:
             return _turns(angles).to(device).clone()
 
 
-def check_rotary(rotary: torch.Tensor) -> None:
-    """Raises ValueError unless rotary is a complex tensor: real numbers would scale."""
-    if not (isinstance(rotary, torch.Tensor) and rotary.is_complex()):
-        kind = rotary.dtype if isinstance(rotary, torch.Tensor) else f"a {type(rotary).__name__}"
-        raise ValueError(f"rotary is {kind}; it must be complex, e^(i·angle), as RotaryTable and torch.polar give")
+def check_rotary(rotary: torch.Tensor, head_dim: int) -> None:
+    """Raises ValueError unless rotary is complex, or the parts [..., head_dim / 2, 2] of such a tensor: other real
+    numbers would scale."""
+    if isinstance(rotary, torch.Tensor):
+        if rotary.is_complex() or (rotary.is_floating_point() and rotary.shape[-2:] == (head_dim // 2, 2)):
+            return
+        kind = rotary.dtype
+    else:
+        kind = f"a {type(rotary).__name__}"
+    raise ValueError(
+        f"rotary is {kind}; it must be complex, e^(i·angle), as RotaryTable and torch.polar give, or the parts "
+        f"[..., {head_dim // 2}, 2] that torch.view_as_real gives of it"
+    )
 
 
 def _turns(angles: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from visual_gen.models.wan.layouts import (
     read_config,
     read_index,
     tokenizer_folder,
+    weights_stem,
 )
 from visual_gen.models.wan.renamed_weights import RenamedWeights, Target
 from visual_gen.models.wan.weights import check_weights, source_slots
@@ -42,7 +43,6 @@ from visual_gen.pipelines.progress import StageProgress
 from visual_gen.pipelines.vae_config import empty_vae
 from visual_gen.runtime.sharding import write_shards
 
-_STEMS = {"text_encoder": "model", "image_encoder": "model"}
 _MARGIN_BYTES = 1 << 20  # of small files beside the weights
 
 
@@ -98,7 +98,7 @@ def convert(
                 _write_json(partial / part.name / part.file, part.config)
                 if part.weights is not None:
                     write_shards(
-                        part.weights, partial / part.name, stem=_STEMS.get(part.name, "diffusion_pytorch_model"),
+                        part.weights, partial / part.name, stem=weights_stem(part.name),
                         max_shard_bytes=max_shard_bytes, wrote=bar.advance,
                     )  # fmt: skip
         shutil.copytree(tokenizer_folder(folder), partial / "tokenizer")

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from attention_backend.kv_cache.interrupts import no_interrupt
+from visual_gen.config import RECACHES
 from visual_gen.pipelines.stream_chunks import StreamChunks
 from visual_gen.pipelines.stream_snapshot import Snapshot, take_snapshot
-from visual_gen.pipelines.stream_state import RECACHES, Switch, check_guidance, stream_settings
+from visual_gen.pipelines.stream_state import Switch, check_guidance, stream_settings
 from visual_gen.pipelines.text import TextRows
 
 

@@ -39,9 +39,8 @@ class StreamEngine:
 
     Made of a transformer and latent_size (H, W), or by from_pretrained. causal: chunk length, and window and steps
     where a stream does not say; its window is the largest that a stream can have, its rope_max_seq_len how long one can
-    get. encode: a prompt → TextRows of one
-    row of text_len; without it prompts are given as TextRows. options: the fields of EngineOptions. ValueError on what
-    cannot be.
+    get. encode: a prompt → TextRows of one row of text_len; without it prompts are given as TextRows. options: the
+    fields of EngineOptions. ValueError on what cannot be.
     """
 
     def __init__(

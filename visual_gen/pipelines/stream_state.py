@@ -17,8 +17,6 @@ from visual_gen.config import CausalConfig
 if TYPE_CHECKING:
     from visual_gen.pipelines.stream import Stream
 
-RECACHES = ("none", "window")
-
 
 @dataclass(frozen=True)
 class StreamEvent:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from visual_gen.checkpoint import resolve_folder
-from visual_gen.config import AttentionConfig, CrossKVMode
+from visual_gen.config import AttentionConfig
 from visual_gen.models.wan.geometry import Geometry
 from visual_gen.models.wan.task import Task
 from visual_gen.pipelines.call_record import call_warnings, new_record
@@ -29,6 +29,7 @@ from visual_gen.pipelines.progress import StageProgress
 from visual_gen.pipelines.recommended import read_recommended
 from visual_gen.pipelines.request import Request, check_generators, check_request
 from visual_gen.pipelines.text import encode, tokenize_all
+from visual_gen.runtime.costs import kept_as
 from visual_gen.runtime.memory import check_memory, request_bytes
 from visual_gen.runtime.record import RunClock, RunRecord
 
@@ -97,7 +98,7 @@ class WanPipeline(LoRAMethods):
         texts = (*request.prompts, *request.negative_prompts)
         rows = tokenize_all(opened.tokenizer, texts, request.max_sequence_length)
         needed = request_bytes(
-            opened.facts.wan, request, rows, _kept_as(opened.attention, opened.compile), opened.dtype,
+            opened.facts.wan, request, rows, kept_as(opened.attention.cross_kv, opened.compile), opened.dtype,
             repeated_key=opened.repeats_last_key, timestep_per_token=_per_token(opened.facts.task, request),
         )  # fmt: skip
         check_memory(needed, opened.device)
@@ -235,7 +236,7 @@ class WanPipeline(LoRAMethods):
         rows = tokenize_all(self.tokenizer, texts, request.max_sequence_length)
         model = self.transformer
         needed = request_bytes(
-            model.config, request, rows, _kept_as(self.attention, model.blocks_compiled), self.dtype,
+            model.config, request, rows, kept_as(self.attention.cross_kv, model.blocks_compiled), self.dtype,
             repeated_key=model.repeats_last_key, timestep_per_token=_per_token(self.task, request),
         )  # fmt: skip
         check_memory(needed, self.device)
@@ -299,11 +300,6 @@ class WanPipeline(LoRAMethods):
     def _counters(self) -> dict[str, int]:
         states = [transformer.attention_metadata_state for transformer in self.experts.transformers]
         return {name: sum(getattr(state, name) for state in states) for name in _COUNTERS}
-
-
-def _kept_as(attention: AttentionConfig, compiled: bool) -> CrossKVMode:
-    """The mode whose memory the text's keys and values take: for compiled blocks all lie in buffers of one size."""
-    return "padded" if compiled else attention.cross_kv
 
 
 def _per_token(task: Task, request: Request) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from attention_backend import pad_formulation
-from visual_gen.config import RunConfig
+from visual_gen.config import CrossKVMode, RunConfig
 from visual_gen.models.wan import WanConfig
 
 # Of the CLIP ViT-H/14 that Wan2.1's image-to-video models look through, its class token included.
@@ -76,6 +76,11 @@ def text_rows(
         return len(lens) * text_length
     pad_rows = {"packed": 0, "merge": short if pad_row_for_each else 1, "repeated_key": short}
     return sum(lens) + pad_rows[formulation]
+
+
+def kept_as(cross_kv: CrossKVMode, compiled: bool) -> CrossKVMode:
+    """The mode whose memory the text's keys and values take: for compiled blocks all lie in buffers of one size."""
+    return "padded" if compiled else cross_kv
 
 
 def text_kv_bytes(wan: WanConfig, rows: int, dtype: torch.dtype) -> int:

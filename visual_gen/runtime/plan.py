@@ -22,7 +22,15 @@ from visual_gen.device import find_device
 from visual_gen.models.wan import CausalWanTransformer, WanConfig, WanTransformer
 from visual_gen.models.wan.lora_file import LoRAFile
 from visual_gen.models.wan.text_pool import SERVED_CROSS_KV
-from visual_gen.runtime.costs import activation_bytes, flops, image_kv_bytes, text_groups, text_kv_bytes, text_rows
+from visual_gen.runtime.costs import (
+    activation_bytes,
+    flops,
+    image_kv_bytes,
+    kept_as,
+    text_groups,
+    text_kv_bytes,
+    text_rows,
+)
 from visual_gen.runtime.model import Model, check_settings, required_model
 from visual_gen.runtime.prompts import clean_prompt
 from visual_gen.runtime.stream_plan import StreamPlan, plan_stream
@@ -123,8 +131,7 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
     else:  # a slot has room for the longest text in every mode
         text_kv_rows = dict.fromkeys(SERVED_CROSS_KV, batch * TEXT_SLOTS * text_length)
     text_kv = {mode: text_kv_bytes(wan, count, dtype) for mode, count in text_kv_rows.items()}
-    kept_as = "padded" if config.compile else config.attention.cross_kv  # compiled blocks read buffers of one size
-    text_kv_now = text_kv[kept_as] + image_kv_bytes(wan, len(lens), dtype)
+    text_kv_now = text_kv[kept_as(config.attention.cross_kv, config.compile)] + image_kv_bytes(wan, len(lens), dtype)
     # A first frame that is given has a timestep of its own; without one all tokens share theirs.
     per_token = model.timestep_per_token and generation.image is not None
     activations = activation_bytes(wan, rows, most_tokens, dtype, per_token)

@@ -117,8 +117,13 @@ def open_weights(path: Path) -> WeightFiles:
     """The weights of a part: a transformer's under the names that its folder has, any other's under those of diffusers
     and transformers. Raises CheckpointError on missing and damaged files."""
     if path.name in EXPERTS or path.is_dir() or not is_authors_folder(path.parent):
-        return WeightFiles.open(part_folder(path), stem=_STEMS.get(path.name, "diffusion_pytorch_model"))
+        return WeightFiles.open(part_folder(path), stem=weights_stem(path.name))
     return _PARTS[path.name][1](_open_file(path))
+
+
+def weights_stem(part: str) -> str:
+    """What the names of a part's weight files begin with in a diffusers folder."""
+    return _STEMS.get(part, "diffusion_pytorch_model")
 
 
 def _open_file(path: Path) -> WeightFiles:

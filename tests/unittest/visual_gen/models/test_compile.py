@@ -48,3 +48,15 @@ def test_one_graph_serves_all_layers_and_three_text_lengths(compiled, make_input
         expected = plain(**inputs, text_kv=plain.project_text(text, lens))
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     assert len(graphs) == 1
+
+
+@torch.no_grad()
+def test_compiled_blocks_give_the_eager_result_where_the_compiler_is_off(make_inputs):
+    model = WanTransformer(CONFIG).requires_grad_(False)
+    inputs = make_inputs(CONFIG, text_lens=(16, 16))
+    expected = model(**inputs)
+    model.compile_blocks()
+    assert model.blocks_compiled
+    with torch.compiler.set_stance("force_eager"):
+        out = model(**inputs)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
