@@ -15,13 +15,15 @@ import warnings
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import jinja2
-import pdoc
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
 from markupsafe import Markup
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+    from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "examples/**/README.md", "visual_gen/checkpoints/*/README.md")
@@ -62,6 +64,8 @@ def _order(page: Path) -> tuple:
 
 
 def _markdown() -> MarkdownIt:
+    from markdown_it import MarkdownIt  # here, as pdoc below, so that a machine without them can import this module
+
     return MarkdownIt("commonmark", {"html": False}).enable("table")
 
 
@@ -142,6 +146,8 @@ def _relative(target: Path, page: Path) -> str:
 
 def _write_reference(out: Path, modules: tuple[str, ...]) -> list[str]:
     """pdoc's pages; returns its warnings."""
+    import pdoc
+
     for name in modules:
         module = importlib.import_module(name)
         for export in getattr(module, "__all__", ()):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import matplotlib
 import numpy as np
 from markupsafe import Markup
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from visual_gen.runtime.units import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e3e8ee"
 STAGE_COLORS = {
@@ -35,8 +37,7 @@ STYLE = {
 
 def stage_shares(stages: Mapping[str, float]) -> Markup:
     """One bar as long as the run, cut into its stages; `stage_legend` says which is which."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9, 0.9), layout="constrained")
+    with _styled_figure(0.9) as figure:
         axes = figure.add_subplot()
         start = 0.0
         for _, color, seconds, _ in stage_legend(stages):
@@ -57,12 +58,13 @@ def stage_legend(stages: Mapping[str, float]) -> list[tuple[str, str, float, flo
 
 def step_times(steps: Sequence[float]) -> Markup:
     """A bar for each denoising step, and the median as a line."""
+    from matplotlib.ticker import MaxNLocator
+
     scale, unit = (1.0, "seconds") if max(steps) >= 1 else (1e3, "milliseconds")
     values = np.asarray(steps) * scale
     numbers = np.arange(1, len(values) + 1)
     median = float(np.median(values))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9, 2.4), layout="constrained")
+    with _styled_figure(2.4) as figure:
         axes = figure.add_subplot()
         axes.bar(numbers, values, width=0.8, color=STAGE_COLORS["denoise"])
         axes.axhline(median, color=STAGE_COLORS["text"], linewidth=1.5)
@@ -94,9 +96,10 @@ def stream_timeline(
     videos: (name, seconds at which each chunk was there, chunks that a prompt switch began). forwards: "at_s",
     "seconds", "rows", "pad_rows" and "used_blocks" of each, of one at least.
     """
+    from matplotlib.ticker import MaxNLocator
+
     lanes = len(videos)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9, 3.6 + 0.28 * lanes), layout="constrained")
+    with _styled_figure(3.6 + 0.28 * lanes) as figure:
         chunks, rows, blocks = figure.subplots(3, 1, sharex=True, height_ratios=(0.6 + 0.28 * lanes, 1.3, 1.3))
         for lane, (_, ends, switched) in enumerate(videos):
             bars = [(start, end - start) for start, end in zip((0.0, *ends), ends, strict=False)]
@@ -125,6 +128,16 @@ def stream_timeline(
             axes.tick_params(length=0)
             axes.spines[:].set_visible(False)
         return _svg(figure, "Chunks, batch sizes and blocks over the run")
+
+
+@contextmanager
+def _styled_figure(height_inches: float) -> Iterator[Figure]:
+    """As wide as the page; drawn and saved within."""
+    import matplotlib  # here, so that a machine without it can use what draws nothing
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        yield Figure(figsize=(9, height_inches), layout="constrained")
 
 
 def _name(axes: Axes, title: str) -> None:
