@@ -296,6 +296,23 @@ class RunConfig(_Section):
             raise ConfigError(str(error)) from None
 
 
+def check_stream_settings(config: RunConfig) -> None:
+    """Raises ConfigError on settings that no stream can follow."""
+    if config.causal is None:
+        raise ConfigError(
+            "there is no causal section: it says how a stream is made (frames_per_chunk, recent_frames, steps, …); "
+            "configs/wan_shapes_stream.yaml has one"
+        )
+    for key in sorted(config.generation.model_fields_set & OF_WHOLE_VIDEOS.keys()):
+        raise ConfigError(f"generation.{key} is of whole videos: leave it out; {OF_WHOLE_VIDEOS[key]}")
+    if config.offload != "none":
+        raise ConfigError(
+            f"offload = {config.offload!r}: is for a pair of transformers, and a stream has one; leave it out"
+        )
+    if config.lora:
+        raise ConfigError("lora: is for whole videos; leave it out, or fuse it into the causal checkpoint")
+
+
 def attention_config(value: AttentionConfig | dict | None) -> AttentionConfig:
     """The attention settings of a Python caller. Raises ConfigError, as a YAML file would, naming key and way out."""
     try:

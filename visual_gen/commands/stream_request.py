@@ -9,7 +9,7 @@ from pathlib import Path
 
 from visual_gen.commands.generate import output_files
 from visual_gen.commands.settings import config_from_arguments
-from visual_gen.config import OF_WHOLE_VIDEOS, ConfigError, RunConfig, StreamConfig, check_unicode
+from visual_gen.config import ConfigError, RunConfig, StreamConfig, check_stream_settings, check_unicode
 from visual_gen.runtime.files import expanded
 
 
@@ -35,19 +35,7 @@ def stream_request(arguments: argparse.Namespace) -> StreamRequest:
             raise ConfigError(f"--prompts {arguments.prompts} and --prompt: give one of the two")
         arguments.prompt = read_prompts(arguments.prompts)
     config = config_from_arguments(arguments)
-    if config.causal is None:
-        raise ConfigError(
-            "there is no causal section: it says how a stream is made (frames_per_chunk, recent_frames, steps, …); "
-            "configs/wan_shapes_stream.yaml has one"
-        )
-    for key in sorted(config.generation.model_fields_set & OF_WHOLE_VIDEOS.keys()):
-        raise ConfigError(f"generation.{key} is of whole videos: leave it out; {OF_WHOLE_VIDEOS[key]}")
-    if config.offload != "none":
-        raise ConfigError(
-            f"offload = {config.offload!r}: is for a pair of transformers, and a stream has one; leave it out"
-        )
-    if config.lora:
-        raise ConfigError("lora: is for whole videos; leave it out, or fuse it into the causal checkpoint")
+    check_stream_settings(config)
     stream = config.stream or StreamConfig()
     switches = parse_switches(arguments.switches, stream.chunks)
     prompts = prompts_of_sessions(config.generation.prompts, arguments.sessions)

@@ -11,7 +11,7 @@ from typing import Any
 from visual_gen.checkpoint import CheckpointError, part_path, read_json
 from visual_gen.models.wan import WanConfig
 from visual_gen.models.wan.layouts import LOOKED_FOR, is_authors_folder, part_folder, read_config, read_index
-from visual_gen.models.wan.task import Task
+from visual_gen.models.wan.task import Task, check_streamable
 from visual_gen.pipelines.vae_config import empty_vae
 
 _SERVED = ("WanPipeline", "WanImageToVideoPipeline")
@@ -86,14 +86,7 @@ def read_stream_folder(folder: Path) -> FolderFacts:
     """read_folder of what a stream can be made with; CheckpointError, too, on a checkpoint that takes an image, and on
     one with a second transformer."""
     facts = read_folder(folder)
-    unlike = "has a second transformer (two experts, as in Wan 2.2 A14B)" if facts.boundary_ratio is not None else None
-    if facts.task.condition is not None:
-        unlike = "is made for image-to-video"
-    if unlike is not None:
-        raise CheckpointError(
-            f"{folder} {unlike}: a stream is made from text by one transformer; give a text-to-video checkpoint with "
-            "one, trained causally"
-        )
+    check_streamable(f"folder {folder}", facts.task, len(facts.transformers))
     return facts
 
 

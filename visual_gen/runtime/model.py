@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, CheckpointError, part_path, resolve_folder
-from visual_gen.config import ConfigError, RunConfig
+from visual_gen.config import ConfigError, RunConfig, check_stream_settings
 from visual_gen.models.wan import WAN_PRESETS, WanConfig
 from visual_gen.models.wan.geometry import Geometry
 from visual_gen.models.wan.layouts import open_weights, read_index, tokenizer_folder
-from visual_gen.models.wan.task import Task
+from visual_gen.models.wan.task import Task, check_streamable
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,12 @@ def required_model(config: RunConfig) -> Model:
 
 
 def check_settings(model: Model, config: RunConfig) -> None:
-    """Raise ValueError on settings that this model cannot follow: images that it does not take, and what is for a
-    second transformer where there is one. That an image is missing is no error here: a plan needs none."""
+    """Raise ValueError on settings that this model cannot follow: images that it does not take, what is for a second
+    transformer where there is one, and of a stream what `visual-gen stream` refuses. That an image is missing is no
+    error here: a plan needs none."""
+    if config.causal is not None or config.stream is not None:
+        check_stream_settings(config)
+        check_streamable(model.source, model.task, model.num_experts)
     generation = config.generation
     model.task.refuse_unwanted(image=generation.image is not None, last_image=generation.last_image is not None)
     if model.num_experts > 1:

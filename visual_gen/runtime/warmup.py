@@ -22,7 +22,7 @@ from visual_gen.models.wan.causal import causal_needs
 from visual_gen.modules.attention import Attention
 from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV
 from visual_gen.runtime.costs import image_tokens
-from visual_gen.runtime.model import required_model
+from visual_gen.runtime.model import check_settings, required_model
 from visual_gen.runtime.streams import stream_size
 
 # Kernels that take two tiles of queries at once where there are as many are the ones that a video needs.
@@ -59,10 +59,11 @@ def warm_up(config: RunConfig) -> WarmUp:
 
     What is compiled depends on dtype, head size, kind of lengths, LSE, text length and card, not on the video's size.
     With a `causal` section these are the calls of a stream's chunk over its KV cache and a text pool. Raises
-    ConfigError on a model that is not known here and on a GPU that is not here, AttentionBackendError if a named
-    backend cannot run here.
+    ValueError on a model that is not known here, on settings that it cannot follow and on a GPU that is not here,
+    AttentionBackendError if a named backend cannot run here.
     """
     model = required_model(config)
+    check_settings(model, config)
     wan, generation = model.transformer, config.generation
     latents = model.geometry.latent_shape(1, generation.num_frames, generation.height, generation.width)
     frame_tokens = model.geometry.num_tokens((*latents[:2], wan.patch_size[0], *latents[3:]))

@@ -317,6 +317,9 @@ def test_a_checkpoint_that_no_stream_is_made_with_is_refused(stream, tmp_path, c
     (folder / "model_index.json").write_text(json.dumps(index | facts))
     assert stream("--set", f"model.path={folder}") == 2
     assert said in capsys.readouterr().err
+    for command in ("plan", "warmup"):
+        assert main([command, "--config", str(CONFIG), "--set", f"model.path={folder}"]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_prompt_files_that_hold_none_are_refused(stream, tmp_path, capsys):

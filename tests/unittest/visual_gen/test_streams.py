@@ -1,6 +1,7 @@
 """What `visual-gen plan` says of causal streams, against the cache that a stream makes."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from visual_gen.pipelines.stream_options import EngineOptions
 from visual_gen.runtime.costs import activation_bytes, flops
 from visual_gen.runtime.plan import plan
 
+CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = {"frames_per_chunk": 2, "recent_frames": 4}
 
 
@@ -27,7 +29,7 @@ def planned(tmp_path):
         settings = {
             "model": {"path": "wan-shapes"},
             "causal": causal,
-            "generation": {"height": 96, "width": 96, "num_frames": 33, "max_sequence_length": 64},
+            "generation": {"height": 96, "width": 96, "max_sequence_length": 64},
         }
         path.write_text(json.dumps(settings))
         return plan(load_config(path, overrides), device_memory_bytes=memory)
@@ -187,6 +189,21 @@ def test_memory_that_is_none_is_refused(file, capsys, value):
 def test_generate_refuses_causal_settings_and_names_the_way(file, capsys):
     assert main(["generate", "--config", file, "--prompt", "a circle"]) == 2
     assert "visual-gen stream" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("generation.num_frames=9", "generation.image=a.png", "generation.guidance_scale_2=null"),
+        *("offload=experts", "lora=[{path: a.safetensors}]", "causal=null"),
+    ],
+)
+def test_all_commands_refuse_what_no_stream_follows_in_the_same_words(override, capsys):
+    said = set()
+    for command in ("stream", "plan", "warmup"):
+        assert main([command, "--config", str(CONFIGS / "wan_shapes_stream.yaml"), "--set", override]) == 2
+        said.add(capsys.readouterr().err)
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from visual_gen.checkpoint import CheckpointError
 from visual_gen.models.wan.config import WanConfig
 
 Need = Literal["no", "optional", "required"]
@@ -60,3 +61,15 @@ class Task:
                 "last_image is given, but this checkpoint takes none: leave it out, or use one that does (Wan2.1 "
                 "FLF2V, Wan2.2 I2V A14B)"
             )
+
+
+def check_streamable(source: str, task: Task, num_transformers: int) -> None:
+    """Raise CheckpointError if the checkpoint that `source` names takes an image or has a second transformer."""
+    unlike = "has a second transformer (two experts, as in Wan 2.2 A14B)" if num_transformers > 1 else None
+    if task.condition is not None:
+        unlike = "is made for image-to-video"
+    if unlike is not None:
+        raise CheckpointError(
+            f"{source} {unlike}: a stream is made from text by one transformer; give a text-to-video checkpoint with "
+            "one, trained causally"
+        )

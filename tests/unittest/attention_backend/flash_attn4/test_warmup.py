@@ -70,8 +70,8 @@ def test_every_form_that_a_configuration_can_take_is_called_once(stand_in, mode,
 @pytest.mark.parametrize("guidance_scale, rows", [(4, 2), (1, 1)])
 def test_a_stream_is_called_as_over_its_cache(stand_in, read, pages, guidance_scale, rows):
     config = load_config(
-        CONFIGS / "wan_shapes_t2v.yaml",
-        [*SMALL, "device=cpu", "dtype=bfloat16", "attention.self=stand_in", "attention.cross_text=stand_in",
+        CONFIGS / "wan_shapes_stream.yaml",
+        [*SMALL[:2], "device=cpu", "dtype=bfloat16", "attention.self=stand_in", "attention.cross_text=stand_in",
          f"generation.guidance_scale={guidance_scale}", f"causal.read={read}", "causal.block_size=4"],
     )  # fmt: skip
     found = warm_up(config)
