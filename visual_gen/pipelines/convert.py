@@ -31,7 +31,7 @@ from visual_gen.models.wan.layouts import (
     weights_stem,
 )
 from visual_gen.models.wan.renamed_weights import RenamedWeights, Target
-from visual_gen.models.wan.weights import check_weights, source_slots
+from visual_gen.models.wan.weights import check_weights, diffusers_names
 from visual_gen.pipelines.components import (
     check_image_encoder,
     check_text_encoder,
@@ -160,13 +160,10 @@ def _transformer(path: Path) -> _Part:
 
 
 def _in_diffusers_names(config: WanConfig, weights: WeightFiles) -> WeightFiles:
-    """The authors' tensors under diffusers' names: those of the same rows of the same parameter."""
+    """The authors' tensors under diffusers' names."""
     model = WanTransformer(config, init_weights=False)
     check_weights(model, weights, AUTHORS_NAMES)
-    diffusers_names = {(slot.parameter, slot.start): name for name, slot in source_slots(model).items()}
-    new = {
-        name: diffusers_names[slot.parameter, slot.start] for name, slot in source_slots(model, AUTHORS_NAMES).items()
-    }
+    new = diffusers_names(model, AUTHORS_NAMES)
     return RenamedWeights.of(weights, lambda name, _: (Target(new[name]),) if name in new else ())
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from visual_gen.checkpoint import CheckpointError, WeightFiles, read_json
 from visual_gen.models.wan.authors_names import AUTHORS_NAMES, PickledWeights
-from visual_gen.models.wan.weights import DIFFUSERS_NAMES, Slot, source_slots
+from visual_gen.models.wan.weights import DIFFUSERS_NAMES, Slot, diffusers_names, source_slots
 from visual_gen.modules.lora import LowRank
 
 FOLDER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
@@ -141,11 +141,8 @@ class _Names:
     """Module names in diffusers' and the authors' words, with dots or underscores → those of diffusers."""
 
     def __init__(self, model: nn.Module) -> None:
-        theirs = {(slot.parameter, slot.start): name for name, slot in source_slots(model).items()}
-        self._modules: dict[str, str] = {}
-        for names in (AUTHORS_NAMES, DIFFUSERS_NAMES):
-            for name, slot in source_slots(model, names).items():
-                self._modules[_module(name)] = _module(theirs[slot.parameter, slot.start])
+        tensors = diffusers_names(model, AUTHORS_NAMES) | diffusers_names(model, DIFFUSERS_NAMES)
+        self._modules = {_module(name): _module(theirs) for name, theirs in tensors.items()}
         self._by_underscores = {name.replace(".", "_"): module for name, module in self._modules.items()}
 
     def find(self, name: str) -> str | None:

@@ -88,6 +88,12 @@ def source_slots(model: nn.Module, names: SourceNames = DIFFUSERS_NAMES) -> dict
     return slots
 
 
+def diffusers_names(model: nn.Module, names: SourceNames) -> dict[str, str]:
+    """Source tensor name → diffusers' for the same rows of the same parameter."""
+    theirs = {(slot.parameter, slot.start): name for name, slot in source_slots(model).items()}
+    return {name: theirs[slot.parameter, slot.start] for name, slot in source_slots(model, names).items()}
+
+
 def check_weights(model: nn.Module, files: WeightFiles, names: SourceNames) -> dict[str, tuple[int, ...]]:
     """The tensors of `files` that no model uses. Raises CheckpointError on a relative of Wan with layers of its own, or
     listing every missing, unexpected and wrongly shaped tensor."""
