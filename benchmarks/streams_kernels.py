@@ -29,7 +29,7 @@ class Kernels:
         pool = self.model.new_text_pool(STREAMS, size.text_rows)
         for i in range(STREAMS):
             text = bench.text(i)
-            pool.write(i, self.model.project_text(text.hidden, text.lens))
+            self.model.write_text(pool, i, text.hidden[0], text.lens[0])
         sessions = [
             cache.open_session(recent_frames=shape.recent_frames, max_chunk_frames=shape.chunk_frames)
             for _ in range(STREAMS)

@@ -64,9 +64,9 @@ class TextSlots:
                 f"all {self._pool.slots} text slots are in use by other prompts: close a stream, or make the engine "
                 "with more text_slots"
             )
-        hidden = rows.hidden[rows.index].to(self._transformer.device)
-        self._pool.write(free, self._transformer.project_text(hidden, rows.lens))
-        self._texts[free] = _Text(prompt, TextRows(hidden.clone(), rows.lens, [0]))
+        hidden = rows.hidden[rows.index[0]].to(self._transformer.device)
+        self._transformer.write_text(self._pool, free, hidden, rows.lens[0])
+        self._texts[free] = _Text(prompt, TextRows(hidden[None].clone(), rows.lens, [0]))
         return free
 
     def share(self, slot: int) -> int:

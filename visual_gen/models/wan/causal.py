@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from attention_backend import AttentionBackend
 from attention_backend.kv_cache import CachedAttention, KVBatch, KVCacheError
+from attention_backend.metadata import host_lens
 from visual_gen.config import AttentionConfig
 from visual_gen.models.wan.causal_inputs import CausalInputs
 from visual_gen.models.wan.config import WanConfig
@@ -77,6 +79,25 @@ class CausalWanTransformer(WanTransformer):
         return TextPool(
             self.config, slots, text_len, cross_kv=self.attention.cross_kv, dtype=self.dtype, device=self.device
         )
+
+    @torch.no_grad()
+    def write_text(self, pool: TextPool, slot: int, text: torch.Tensor, text_len: int | None = None) -> None:
+        """Projects one prompt into a slot of a pool; the slot's old text serves until all layers of the new are there.
+
+        text [L, text_dim]; text_len: its real rows, a host int (None: all L); rows past them count as zeros. The K/V
+        are project_text's within rounding, without gradients; their bits depend on this text alone. Waits for the
+        device once. Raises ValueError, before anything is written, on a pool of another model, on shapes and lengths
+        that do not fit, and on K/V that are not finite.
+        """
+        self._check_pool("the text pool", pool, "make it with this model's new_text_pool")
+        if text.ndim != 2 or text.shape[1] != self.config.text_dim:
+            raise ValueError(f"text has shape {tuple(text.shape)}; expected [L, text_dim {self.config.text_dim}]")
+        (real,) = host_lens("text_len", [len(text) if text_len is None else text_len], len(text))
+        pads = len(text) - real if pool.cross_kv == "padded" else 0
+        # All pad rows are one vector, which stands behind the real rows in the same products.
+        rows = self.text_embedding(F.pad(text[:real].to(self.dtype), (0, 0, 0, min(pads, 1))))
+        keys, values = zip(*(block.cross_text.project_kv(rows) for block in self.blocks), strict=True)
+        pool.write(slot, keys, values, repeats=max(pads - 1, 0))
 
     def _needs(self, role: str) -> frozenset[str]:
         return causal_needs(role, self.attention)
@@ -253,12 +274,15 @@ class CausalWanTransformer(WanTransformer):
     def _check_text(self, text: PooledText, rows: int) -> None:
         if len(text.slots) != rows:
             raise ValueError(f"text_kv has {len(text.slots)} rows, hidden_states {rows}")
-        if (len(text.pool.keys), text.pool.cross_kv) != (self.config.num_layers, self.attention.cross_kv):
+        self._check_pool("text_kv", text.pool, "project the text with this model")
+
+    def _check_pool(self, what: str, pool: TextPool, way_out: str) -> None:
+        if (len(pool.keys), pool.cross_kv) != (self.config.num_layers, self.attention.cross_kv):
             raise ValueError(
-                f"text_kv has {len(text.pool.keys)} layers in mode {text.pool.cross_kv!r}, this model has "
-                f"{self.config.num_layers} in mode {self.attention.cross_kv!r}: project the text with this model"
+                f"{what} has {len(pool.keys)} layers in mode {pool.cross_kv!r}, this model has "
+                f"{self.config.num_layers} in mode {self.attention.cross_kv!r}: {way_out}"
             )
-        self._check_form("text_kv", text.pool.keys[0], "project the text with this model")
+        self._check_form(what, pool.keys[0], way_out)
 
 
 def _frame_timesteps(timestep: torch.Tensor | Sequence[torch.Tensor], frames: list[int], ragged: bool) -> torch.Tensor:

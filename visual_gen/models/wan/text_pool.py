@@ -5,6 +5,7 @@ Shape letters: B rows of a TextKV, L text length, H heads, D head_dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,9 +23,9 @@ SERVED_CROSS_KV = ("padded", "packed")  # in a row of its own length no pad can 
 class TextPool:
     """`slots` prompts of up to text_len rows: per layer one K and one V [slots · text_len, H, D], never moved.
 
-    A prompt is written into a slot once and read in place by every forward until it is written over, so a session's
-    prompt can be switched between two forwards. Holds what the model's cross_kv needs: "padded" rows with padding,
-    or "packed" ones without.
+    A prompt is written into a slot once (CausalWanTransformer.write_text) and read in place by every forward until it
+    is written over, so a session's prompt can be switched between two forwards. Holds what the model's cross_kv needs:
+    "padded" rows with padding, or "packed" ones without.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class TextPool:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
         check_served(cross_kv)
-        shape = (slots * text_len, config.num_attention_heads, config.attention_head_dim)
-        # Zeros: tiles are loaded whole, so rows that no prompt has filled yet must be finite.
-        self.keys, self.values = (
-            tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)) for _ in "kv"
-        )
+        shape = (config.num_layers, slots * text_len, config.num_attention_heads, config.attention_head_dim)
+        # All layers lie in one tensor, so that a prompt is written by a few copies whatever their number. Zeros: tiles
+        # are loaded whole, so rows that no prompt has filled yet must be finite.
+        self._sides = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
+        self.keys, self.values = (side.unbind() for side in self._sides)
         self.slots, self.text_len, self.cross_kv = slots, text_len, cross_kv
         self._starts = tuple(range(0, slots * text_len, text_len))
         self._lens: list[int | None] = [None] * slots
@@ -55,6 +56,7 @@ class TextPool:
         """A pool whose slots are the rows of text_kv, in place."""
         check_served(text_kv.cross_kv)
         pool = cls.__new__(cls)
+        pool._sides = None  # layers that lie apart are read only
         pool.slots, pool.text_len, pool.cross_kv = text_kv.batch, text_kv.padded_len, text_kv.cross_kv
         pool.keys, pool.values = (
             tuple(x.reshape(-1, *x.shape[-2:]) for x in side)
@@ -69,40 +71,30 @@ class TextPool:
         """Bytes of all keys and values."""
         return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
 
-    def write(self, slot: int, text_kv: TextKV, row: int = 0) -> None:
-        """Copies one row of text_kv, which WanTransformer.project_text made, into a slot.
+    def write(self, slot: int, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], repeats: int = 0) -> None:
+        """Fills a slot with what the layers' project_kv gave for one prompt: keys, values [n, H, D] of each layer, the
+        last row standing there `repeats` times more.
 
         Waits for the device once, to refuse a prompt whose K/V are not finite: a kernel's tiles reach into the next
         slot, where NaN would spoil another session. Raises ValueError, before anything is written, on that and on a
         text that does not fit.
         """
         self._check_slot(slot)
-        if not 0 <= row < text_kv.batch:
-            raise ValueError(f"row is {row}; text_kv has rows 0 to {text_kv.batch - 1}")
-        if text_kv.cross_kv != self.cross_kv or len(text_kv.text) != len(self.keys):
-            raise ValueError(
-                f"text_kv has {len(text_kv.text)} layers in mode {text_kv.cross_kv!r}, the pool {len(self.keys)} in "
-                f"mode {self.cross_kv!r}: project the text with the pool's model"
-            )
-        source = TextPool.viewing(text_kv)
-        found, own = ((tuple(pool.keys[0].shape[1:]), pool.keys[0].dtype) for pool in (source, self))
-        if found != own:
-            raise ValueError(
-                f"text_kv has heads, head_dim {found[0]} in {found[1]}, the pool {own[0]} in {own[1]}: project the "
-                "text with the pool's model"
-            )
-        first, length = source._starts[row], source._lens[row]
+        if self._sides is None:
+            raise ValueError("this pool shows the rows of a TextKV: write into one that new_text_pool made")
+        rows = len(keys[0])
+        length = rows + repeats
         if length > self.text_len:
             raise ValueError(f"the text has {length} rows, a slot of the pool {self.text_len}: make a larger pool")
-        rows = slice(first, first + length)
-        pairs = [(mine, theirs[rows]) for mine, theirs in zip(
-            (*self.keys, *self.values), (*source.keys, *source.values), strict=True
-        )]  # fmt: skip
-        if not torch.stack([x.isfinite().all() for _, x in pairs]).all():
+        new = torch.stack([*keys, *values])
+        # The largest magnitude, which takes no memory to find, is NaN or infinity if any number is. No rows have none.
+        if rows and not math.isfinite(torch.linalg.vector_norm(new, torch.inf)):
             raise ValueError(f"K/V of the text for slot {slot} hold NaN or infinity: the encoder's output is damaged")
         start = self._starts[slot]
-        for mine, theirs in pairs:
-            mine[start : start + length].copy_(theirs)
+        for side, source in zip(self._sides, new.chunk(2), strict=True):
+            side[:, start : start + rows].copy_(source)
+            if repeats:
+                side[:, start + rows : start + length].copy_(source[:, -1:])
         self._lens[slot] = length
 
     def rows(self, slots: Sequence[int]) -> PooledText:

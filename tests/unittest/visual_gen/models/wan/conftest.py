@@ -103,16 +103,29 @@ def masked_forward():
     return forward
 
 
+def text_rows(model, count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, TEXT_LEN, model.config.text_dim, generator=generator).to(model.device)
+
+
 @pytest.fixture
 def make_text():
     """Projected text of a prompt for each length, zero-padded to TEXT_LEN."""
 
     def make(model, lens, seed: int = 0):
-        generator = torch.Generator().manual_seed(seed)
-        hidden = torch.randn(len(lens), TEXT_LEN, model.config.text_dim, generator=generator).to(model.device)
-        return model.project_text(hidden, lens)
+        return model.project_text(text_rows(model, len(lens), seed), lens)
 
     return make
+
+
+@pytest.fixture
+def write_text():
+    """Puts a prompt of n rows, as make_text's of one with the seed, into a slot of a pool."""
+
+    def write(model, pool, slot, n, seed: int = 0):
+        model.write_text(pool, slot, text_rows(model, 1, seed)[0], n)
+
+    return write
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def noise(*shape, seed=0):
 
 @torch.no_grad()
 @pytest.mark.parametrize("read", ["extent", "block_table", "staged"])
-def test_one_graph_for_filling_full_and_sliding_windows(graphs, make_model, make_text, make_paged, read):
+def test_one_graph_for_filling_full_and_sliding_windows(graphs, make_model, write_text, make_paged, read):
     found, backend = graphs
     """And a window of another size, whose bound is another constant, makes one graph more."""
     compiled, eager = make_model(), make_model()
@@ -37,8 +37,8 @@ def test_one_graph_for_filling_full_and_sliding_windows(graphs, make_model, make
     outs, graphs_before = [], None
     for model in (compiled, eager):
         pool = model.new_text_pool(2, 7)
-        for slot, lens in enumerate([(7,), (3,)]):
-            pool.write(slot, make_text(model, lens, seed=slot))
+        for slot, n in enumerate((7, 3)):
+            write_text(model, pool, slot, n, seed=slot)
         cache = make_paged(model, read=read, staging_tokens=1000 if read == "staged" else 0)
         sessions = [cache.open_session(sink_frames=1, recent_frames=4, max_chunk_frames=2) for _ in range(2)]
         for i in range(5):  # two chunks fill the window, the third is the last that fits, then it slides

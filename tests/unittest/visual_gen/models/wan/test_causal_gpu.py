@@ -23,7 +23,7 @@ def noise(*shape, seed=0):
 class Pair:
     """Two sessions of unequal windows and prompts, one of which is a chunk ahead."""
 
-    def __init__(self, model, make_paged, make_text, read):
+    def __init__(self, model, make_paged, write_text, read):
         self.model = model
         staging = 20000 if read == "staged" else 0
         self.cache = make_paged(
@@ -36,7 +36,7 @@ class Pair:
         ]
         self.pool, self.read = model.new_text_pool(2, 7), read
         for slot, n in enumerate((7, 3)):
-            self.pool.write(slot, make_text(model, (n,), seed=slot))
+            write_text(model, self.pool, slot, n, seed=slot)
 
     def step(self, rows, seed):
         chunks = [self.sessions[r].begin(2) for r in rows]
@@ -58,11 +58,11 @@ class Pair:
 
 @torch.no_grad()
 @pytest.mark.parametrize("read", READS)
-def test_a_rollout_is_as_close_to_fp32_as_sdpa_in_bf16(flash_kernel, make_gpu_model, make_paged, make_text, read):
+def test_a_rollout_is_as_close_to_fp32_as_sdpa_in_bf16(flash_kernel, make_gpu_model, make_paged, write_text, read):
     def run(name, dtype):
         model = make_gpu_model(name, dtype)
         assert model.attention_choices["self"].name == name
-        return Pair(model, make_paged, make_text, read).all().float()
+        return Pair(model, make_paged, write_text, read).all().float()
 
     exact = run("sdpa", torch.float32)
     plain = (run("sdpa", torch.bfloat16) - exact).square().mean().sqrt()
@@ -72,12 +72,12 @@ def test_a_rollout_is_as_close_to_fp32_as_sdpa_in_bf16(flash_kernel, make_gpu_mo
 
 @torch.no_grad()
 @pytest.mark.parametrize("read", READS)
-def test_a_row_has_the_bits_of_its_run_in_other_company(flash_kernel, make_gpu_model, make_paged, make_text, read):
+def test_a_row_has_the_bits_of_its_run_in_other_company(flash_kernel, make_gpu_model, make_paged, write_text, read):
     """The other row of the bucket of two: one that made the same chunks, then one with another history and prompt."""
     model = make_gpu_model(flash_kernel)
     outs = []
     for ahead in (0, 3):
-        pair = Pair(model, make_paged, make_text, read)
+        pair = Pair(model, make_paged, write_text, read)
         for i in range(ahead):
             pair.step([1], 50 + i)
         outs.append(torch.stack([pair.step([0, 1], i)[::2] for i in range(5)]))
@@ -97,9 +97,9 @@ def test_gemms_of_few_rows_do_not_depend_on_what_the_other_rows_hold(make_gpu_mo
 
 @torch.no_grad()
 @pytest.mark.parametrize("read", READS)
-def test_a_chunk_waits_for_nothing(flash_kernel, make_gpu_model, make_paged, make_text, read):
+def test_a_chunk_waits_for_nothing(flash_kernel, make_gpu_model, make_paged, write_text, read):
     """Begin, two forwards and commit, of a window that fills and then slides."""
-    pair = Pair(make_gpu_model(flash_kernel), make_paged, make_text, read)
+    pair = Pair(make_gpu_model(flash_kernel), make_paged, write_text, read)
     model, text = pair.model, pair.pool.rows([0])
     x, timesteps = noise(1, C, 2, H, W), torch.tensor([[900.0], [0.0]], device="cuda")
 
@@ -122,13 +122,13 @@ def test_a_chunk_waits_for_nothing(flash_kernel, make_gpu_model, make_paged, mak
 
 @torch.no_grad()
 @pytest.mark.parametrize("read", READS)
-def test_compiled_blocks_are_one_graph_and_the_eager_result(flash_kernel, make_gpu_model, make_paged, make_text, read):
+def test_compiled_blocks_are_one_graph_and_the_eager_result(flash_kernel, make_gpu_model, make_paged, write_text, read):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
     model = make_gpu_model(flash_kernel)
-    eager = [Pair(model, make_paged, make_text, read).step([0, 1], i) for i in range(1)]
+    eager = [Pair(model, make_paged, write_text, read).step([0, 1], i) for i in range(1)]
     model.compile_blocks(backend=counter)
-    pair = Pair(model, make_paged, make_text, read)
+    pair = Pair(model, make_paged, write_text, read)
     compiled = [pair.step([0, 1], i) for i in range(5)]
     assert counter.frame_count == 1
     torch.testing.assert_close(compiled[0], eager[0], rtol=0, atol=2e-2 * float(eager[0].abs().max()))

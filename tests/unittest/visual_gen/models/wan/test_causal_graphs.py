@@ -14,7 +14,7 @@ def noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def steps(model, make_paged, make_text, read, device="cpu"):
+def steps(model, make_paged, write_text, read, device="cpu"):
     """(latents, timestep, inputs, commit) of two forwards of each chunk, of sessions that take turns: the window of 5
     frames fills, is full and slides."""
     cache = make_paged(model, read=read, staging_tokens=1000 if read == "staged" else 0, max_frames=5)
@@ -24,7 +24,7 @@ def steps(model, make_paged, make_text, read, device="cpu"):
     ]
     pool = model.new_text_pool(3, 7)
     for slot, n in enumerate((7, 3, 5)):
-        pool.write(slot, make_text(model, (n,), seed=slot))
+        write_text(model, pool, slot, n, seed=slot)
     for i in range(7):
         for rows in ([0, 1], [1, 2]):
             chunks = [sessions[r].begin(1) for r in rows]
@@ -39,9 +39,9 @@ def steps(model, make_paged, make_text, read, device="cpu"):
 
 @torch.no_grad()
 @pytest.mark.parametrize("read", ["extent", "block_table", "staged"])
-def test_inputs_copied_to_fixed_addresses_are_all_that_a_forward_reads(make_model, make_paged, make_text, read):
+def test_inputs_copied_to_fixed_addresses_are_all_that_a_forward_reads(make_model, make_paged, write_text, read):
     model, static, outs = make_model(attention={"cross_kv": "packed"}), None, []
-    for x, timestep, inputs in steps(model, make_paged, make_text, read):
+    for x, timestep, inputs in steps(model, make_paged, write_text, read):
         expected = model.run(x, timestep, inputs)
         static = static or inputs.static()
         addresses = [static.rotary.data_ptr(), static.text[0].metadata.starts_kv.data_ptr()]
@@ -74,13 +74,13 @@ def test_inputs_of_other_shapes_pools_or_caches_are_refused(make_model, make_pag
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("read", ["extent", "block_table", "staged"])
 def test_a_graph_captured_with_one_frame_serves_all_chunks_and_sessions(
-    flash_kernel, make_gpu_model, make_paged, make_text, read, compiled
+    flash_kernel, make_gpu_model, make_paged, write_text, read, compiled
 ):
     """P15 on the whole model."""
     model, graph = make_gpu_model(flash_kernel), None
     if compiled:
         model.compile_blocks()
-    for x, timestep, inputs in steps(model, make_paged, make_text, read, device="cuda"):
+    for x, timestep, inputs in steps(model, make_paged, write_text, read, device="cuda"):
         expected = model.run(x, timestep, inputs)
         if graph is None:
             graph = CausalGraph(model.run, x, timestep, inputs)
@@ -93,10 +93,10 @@ def test_a_graph_captured_with_one_frame_serves_all_chunks_and_sessions(
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_graph_is_captured_though_an_earlier_one_is_garbage_that_nothing_has_collected(
-    flash_kernel, make_gpu_model, make_paged, make_text
+    flash_kernel, make_gpu_model, make_paged, write_text
 ):
     model = make_gpu_model(flash_kernel)
-    x, timestep, inputs = next(steps(model, make_paged, make_text, "extent", device="cuda"))
+    x, timestep, inputs = next(steps(model, make_paged, write_text, "extent", device="cuda"))
     collected = []
 
     def run(*call):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_backend import AttentionBackendError
-from visual_gen.models.wan import CausalWanTransformer, TextPool
+from visual_gen.models.wan import CausalWanTransformer
 
 C, (H, W) = 4, (4, 6)
 
@@ -132,52 +132,3 @@ def test_models_that_cannot_run_chunk_by_chunk(make_model, changes, settings, sa
     config = dataclasses.replace(make_model().config, **changes)
     with pytest.raises(ValueError, match=says):
         CausalWanTransformer(config, **settings)
-
-
-@torch.no_grad()
-def test_what_a_text_pool_refuses(make_model, make_text):
-    model = make_model()
-    pool = model.new_text_pool(2, 7)
-    text = make_text(model, (5,))
-    heads = dataclasses.replace(model.config, num_attention_heads=1, attention_head_dim=24)
-    for call, says in [
-        (lambda: pool.write(0, make_text(make_model(heads), (5,))), r"heads, head_dim \(1, 24\).*the pool \(2, 12\)"),
-        (lambda: pool.write(0, make_text(make_model(dtype=torch.bfloat16), (5,))), "torch.bfloat16, the pool"),
-        (lambda: pool.write(2, text), "slot is 2; the text pool has slots 0 to 1"),
-        (lambda: pool.write(True, text), "slot is True"),
-        (lambda: pool.write(0, text, row=1), "row is 1; text_kv has rows 0 to 0"),
-        (lambda: pool.rows([0, -1]), "slot is -1"),
-        (lambda: model.new_text_pool(0, 7), "slots is 0"),
-        (lambda: model.new_text_pool(1, 6).write(0, text), "the text has 7 rows, a slot of the pool 6"),
-        (lambda: TextPool(model.config, 1, 7, cross_kv="packed_pad_exact"), "packed_pad_exact"),
-        (
-            lambda: TextPool(model.config, 1, 7, cross_kv="packed").write(0, text),
-            "in mode 'padded', the pool 3 in mode",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=says):
-            call()
-    text.text[1].v[0, 2, 0, 0] = torch.nan
-    with pytest.raises(ValueError, match="slot 1 hold NaN or infinity"):
-        pool.write(1, text)
-    assert not any(x.any() for x in (*pool.keys, *pool.values))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("cross_kv", ["padded", "packed"])
-def test_pooled_text_is_what_project_text_gives(make_model, make_text, make_contiguous, cross_kv):
-    model = make_model(attention={"cross_kv": cross_kv})
-    pool = model.new_text_pool(4, 9)
-    both = make_text(model, (5, 3))
-    pool.write(3, both, row=0)
-    pool.write(1, both, row=1)
-    addresses = [x.data_ptr() for x in (*pool.keys, *pool.values)]
-    x, timestep = torch.randn(2, C, 2, H, W), torch.zeros(2)
-    outs = []
-    for text in (both, pool.rows([3, 1])):
-        cache = make_contiguous(model, 2, 4)
-        with cache.begin(2) as chunk:
-            outs.append(model(x, timestep, kv=cache.batch(chunk), text_kv=text))
-    assert torch.equal(*outs)
-    assert addresses == [x.data_ptr() for x in (*pool.keys, *pool.values)]
-    assert pool.num_bytes == 3 * 2 * 4 * 9 * 24 * 4

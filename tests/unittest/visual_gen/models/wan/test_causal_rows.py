@@ -13,19 +13,19 @@ def noise(*shape, seed=0):
 class Streams:
     """Sessions of one cache with their prompts, run chunk by chunk in any company."""
 
-    def __init__(self, model, make_paged, make_text, *, read="extent", windows=((0, 4),) * 3, lens=(7, 3, 5)):
+    def __init__(self, model, make_paged, write_text, *, read="extent", windows=((0, 4),) * 3, lens=(7, 3, 5)):
         self.model = model
         self.cache = make_paged(model, read=read, staging_tokens=1000 if read == "staged" else 0)
         self.sessions = [
             self.cache.open_session(sink_frames=sink, recent_frames=recent, max_chunk_frames=3)
             for sink, recent in windows
         ]
-        self.make_text, self.pool = make_text, model.new_text_pool(len(lens), 7)
+        self.write, self.pool = write_text, model.new_text_pool(len(lens), 7)
         for slot, n in enumerate(lens):
             self.write_text(slot, n, seed=slot)
 
     def write_text(self, slot, n, seed):
-        self.pool.write(slot, self.make_text(self.model, (n,), seed=seed))
+        self.write(self.model, self.pool, slot, n, seed=seed)
 
     def step(self, rows, frames=2, timesteps=(700.0, 0.0), poison=()):
         """One chunk of the sessions `rows`: the flow of each at each timestep, then a commit. Noise depends only on the
@@ -51,11 +51,11 @@ class Streams:
 
 
 @pytest.fixture
-def streams(make_model, make_paged, make_text):
+def streams(make_model, make_paged, write_text):
     """streams(**settings) → Streams of a model with the same weights."""
 
     def make(cross_kv="padded", **settings):
-        return Streams(make_model(attention={"cross_kv": cross_kv}), make_paged, make_text, **settings)
+        return Streams(make_model(attention={"cross_kv": cross_kv}), make_paged, write_text, **settings)
 
     return make
 
