@@ -54,27 +54,21 @@ def row_index(segments: Sequence[Segment], device: torch.device) -> torch.Tensor
 
 
 def copy_rows(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    index: torch.Tensor,
-    source_k: torch.Tensor,
-    source_v: torch.Tensor,
-    source_index: torch.Tensor | None = None,
+    k: torch.Tensor, v: torch.Tensor, index: torch.Tensor, source_k: torch.Tensor, source_v: torch.Tensor
 ) -> None:
-    """k[:, index] = source_k[:, source_index], and v likewise; without source_index all rows of the sources in order.
+    """k[:, index] = source_k, and v likewise.
 
-    k, v [B, rows, H, D], contiguous; sources [B, any, H, D] of any strides, or the same tensors, if no row is in both
-    indices. index, source_index: int64 [n], no row of index twice.
+    k, v [B, rows, H, D], contiguous; sources [B, n, H, D] of any strides. index: int64 [n], no row twice.
     """
     if not k.is_cuda:
         for x, source in ((k, source_k), (v, source_v)):
-            x.index_copy_(1, index, source if source_index is None else source.index_select(1, source_index))
+            x.index_copy_(1, index, source)
         return
     from attention_backend.kv_cache.copy_rows_triton import launch
 
     sources = [x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (source_k, source_v)]
     with torch.cuda.device_of(k):  # triton launches on the current device, whatever the tensors are on
-        launch(k, v, index, *sources, source_index)
+        launch(k, v, index, *sources)
 
 
 class LayerRows:
@@ -90,6 +84,10 @@ class LayerRows:
         self.num_rows = len(self._flat[0])
         self.device = self._flat[0].device
         self.nbytes = sum(x.nbytes for x in self._flat)
+        self._addresses = None
+        if self.device.type == "cuda":
+            with torch.inference_mode(False):
+                self._addresses = torch.tensor([x.data_ptr() for x in self._flat], device=self.device)
 
     def zero(self, segments: Sequence[Segment]) -> None:
         if segments:
@@ -99,11 +97,18 @@ class LayerRows:
 
     def copy(self, segments: Sequence[Segment], source: LayerRows, source_segments: Sequence[Segment]) -> None:
         """Rows of `source` to rows here, as many; both may be the same tensors, if no row is in both."""
-        if segments:
-            index, source_index = row_index([*segments, *source_segments], self.device).chunk(2)
-            for layer, other in zip(self.layers, source.layers, strict=True):
-                k, v, source_k, source_v = (x.view(1, -1, *x.shape[-2:]) for x in (*layer, *other))
-                copy_rows(k, v, index, source_k, source_v, source_index)
+        if not segments:
+            return
+        index, source_index = row_index([*segments, *source_segments], self.device).chunk(2)
+        if self._addresses is None:
+            for x, other in zip(self._flat, source._flat, strict=True):
+                x.index_copy_(0, index, other.index_select(0, source_index))
+            return
+        from attention_backend.kv_cache.copy_rows_triton import launch_many
+
+        row_bytes = self._flat[0][0].nbytes
+        with torch.cuda.device_of(index):  # one launch for all layers: before a chunk, the host is what takes the time
+            launch_many(self._addresses, source._addresses, index, source_index, row_bytes)
 
     def read(self, segments: Sequence[Segment]) -> torch.Tensor:
         """[2 · layers, total, Hkv, D], K before V of each layer."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_backend.kv_cache.rows import copy_rows
+from attention_backend.kv_cache.rows import LayerRows, copy_rows
 
 
 def rand(*shape, dtype=torch.bfloat16, device="cpu"):
@@ -37,27 +37,40 @@ def test_rows_go_where_the_index_says_and_nowhere_else(device, batch, kind, head
         x[:, order[:count]] = source
     copy_rows(k, v, order[:count], *sources)
     assert torch.equal(k, expected[0]) and torch.equal(v, expected[1])
-    for x in expected:
-        x[:, order[:count]] = x[:, order[count : 2 * count]]
-    copy_rows(k, v, order[:count], k, v, order[count : 2 * count])
-    assert torch.equal(k, expected[0]) and torch.equal(v, expected[1])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "heads, head_dim, dtype", [(12, 128, torch.bfloat16), (3, 72, torch.float32), (1, 5, torch.bfloat16)]
+)
+def test_rows_of_all_layers_are_set_aside(device, heads, head_dim, dtype):
+    rows, other = (LayerRows(3, (50, 4, heads, head_dim), dtype, torch.device(device)) for _ in range(2))
+    for i, x in enumerate(x for both in (rows, other) for layer in both.layers for x in layer):
+        x.copy_(rand(*x.shape[:-1], head_dim + i, dtype=dtype, device=device)[..., :head_dim])
+    for source in (rows, other):
+        before, theirs = (x.read([(0, 200)]) for x in (rows, source))
+        rows.copy([(7, 60), (100, 3)], source, [(150, 33), (70, 30)])
+        before[:, 7:40], before[:, 40:67], before[:, 100:103] = theirs[:, 150:183], theirs[:, 70:97], theirs[:, 97:100]
+        assert torch.equal(rows.read([(0, 200)]), before)
 
 
 @pytest.mark.gpu
-def test_rows_are_set_aside_without_a_copy_between_on_a_device():
-    k, v = (torch.zeros(1, 60_000, 4, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv")
-    index = torch.arange(50_000, device="cuda")
-    kept, live = index[:20_000], index[20_000:40_000]
-    copy_rows(k, v, kept, k, v, live)
-    torch.cuda.reset_peak_memory_stats()
+def test_rows_are_set_aside_in_one_launch_without_a_copy_between_on_a_device():
+    rows = LayerRows(30, (2_000, 16, 4, 128), torch.bfloat16, torch.device("cuda"))
+    call = ([(0, 9_000)], rows, [(16_000, 9_000)])
+    rows.copy(*call)
+    torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    copy_rows(k, v, kept, k, v, live)
-    copy_rows(k, v, kept, k[:, 20_000:40_000], v[:, 20_000:40_000])
-    assert torch.cuda.max_memory_allocated() == before
+    torch.cuda.reset_peak_memory_stats()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        rows.copy(*call)
+        torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 10 * 8 * 18_000  # indices alone; a layer's rows are 9 MB each
+    assert sum("_many_kernel" in event.name for event in profile.events()) == 1
 
 
-def test_the_kernel_equals_plain_indexing_bit_for_bit():
-    """Triton's kernel in its interpreter, in a process of its own: the mode is fixed when triton is imported."""
+def test_the_kernels_equal_plain_indexing_bit_for_bit():
+    """Triton's kernels in its interpreter, in a process of its own: the mode is fixed when triton is imported."""
     script, repository = Path(__file__).with_name("interpret_copy_rows.py"), Path(__file__).parents[4]
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(repository)}
     child = subprocess.run(
@@ -65,6 +78,6 @@ def test_the_kernel_equals_plain_indexing_bit_for_bit():
     )
     assert child.returncode == 0, child.stderr[-4000:]
     lines = [json.loads(line) for line in child.stdout.splitlines()]
-    assert len(lines) == 9
+    assert len(lines) == 10
     for line in lines:
         assert line["same"] and line["changed"] == line["copied"], line
