@@ -1,7 +1,8 @@
 """One operator that writes a chunk's K/V into a cache and attends to what is visible, the chunk included.
 
-torch.compile sees it as one node that mutates the cache's tensors, so a block that uses it compiles fullgraph. The
-cache's tensors and the metadata's are arguments and nothing names a layer, so that one graph serves all layers, all
+There are two: of q, k and v as they are, and, on a device, of their product, with normalisation and RoPE in the pass
+that writes. torch.compile sees one node that mutates the cache's tensors, so a block that uses it compiles fullgraph.
+The cache's tensors and the metadata's are arguments and nothing names a layer, so that one graph serves all layers, all
 sessions, and windows that fill, are full, or slide.
 """
 
@@ -17,6 +18,8 @@ from attention_backend.kv_cache.errors import KVCacheError
 from attention_backend.kv_cache.rows import copy_rows
 from attention_backend.metadata import AttentionMetadata, ExtentKV, PackedKV, PaddedKV, PagedKV
 from attention_backend.selection import backend_classes
+
+NO_GRAD = "a KV cache is inference-only, and what it was given requires grad; use torch.no_grad()"
 
 
 class CachedAttention:
@@ -45,22 +48,49 @@ class CachedAttention:
             rows = (len(layer.k), -1)
             layer.k[:, layer.slots], layer.v[:, layer.slots] = k.unflatten(0, rows), v.unflatten(0, rows)
             return self.backend.forward(q.unflatten(0, rows), layer.k, layer.v, metadata).flatten(0, 1)
-        form, lens, places, cu_seqlens_q, max_seqlen_q = _operands(metadata)
-        return write_and_attend(
-            q,
-            k,
-            v,
-            layer.k,
-            layer.v,
-            layer.slots,
-            form,
-            lens,
-            places,
-            metadata.max_seqlen_kv,
-            cu_seqlens_q,
-            max_seqlen_q,
-            *self._call,
-        )
+        return write_and_attend(q, k, v, *_cache_operands(layer), *self._call)
+
+    def product(
+        self,
+        qkv: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        rotary: torch.Tensor | None,
+        eps: float,
+        layer: LayerKV,
+    ) -> torch.Tensor:
+        """The same from q, k and v beside each other, on a CUDA device: q and k are normalised and turned, and k and v
+        written, in one pass; returns out [total_q, H, D].
+
+        qkv [total_q, 3, H, D]; norm_weight [2, H · D] of an RMS norm of q and of k over all heads, with eps; rotary
+        fp32 [rows, D / 2, 2], cosines and sines: token i is turned by row i % rows. None leaves a step out. ValueError,
+        before anything is written, as above, and for a layer whose slots are a slice.
+        """
+        if qkv.ndim != 4 or qkv.shape[1] != 3:
+            raise KVCacheError(f"qkv has shape {tuple(qkv.shape)}; expected [total_q, 3, H, D]")
+        if not qkv.is_cuda or isinstance(layer.slots, slice):
+            raise KVCacheError(
+                f"qkv is on {qkv.device} and slots are a {type(layer.slots).__name__}; product() takes tensors on a "
+                "CUDA device: normalise and turn q and k, and call this object with q, k and v"
+            )
+        _check(self.backend.spec, *qkv.unbind(1), layer)
+        total, (heads, head_dim) = qkv.shape[0], qkv.shape[2:]
+        if norm_weight is not None and torch.is_grad_enabled() and norm_weight.requires_grad:
+            raise AttentionBackendError(NO_GRAD)
+        if norm_weight is not None and tuple(norm_weight.shape) != (2, heads * head_dim):
+            raise KVCacheError(
+                f"norm_weight has shape {tuple(norm_weight.shape)}; expected [2, H · D] = {(2, heads * head_dim)}"
+            )
+        if rotary is not None and (
+            rotary.dtype != torch.float32
+            or tuple(rotary.shape[1:]) != (head_dim // 2, 2)
+            or not len(rotary)
+            or total % len(rotary)
+        ):
+            raise KVCacheError(
+                f"rotary is {rotary.dtype} of shape {tuple(rotary.shape)}; expected float32 "
+                f"[rows, {head_dim // 2}, 2] with rows that divide the {total} tokens"
+            )
+        return norm_rope_write_and_attend(qkv, norm_weight, rotary, eps, *_cache_operands(layer), *self._call)
 
 
 def _check(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerKV) -> None:
@@ -101,19 +131,20 @@ def _check(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
             )
     # The operator cuts gradients off, as do the kernels behind it.
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise AttentionBackendError("a KV cache is inference-only and q, k or v require grad; use torch.no_grad()")
+        raise AttentionBackendError(NO_GRAD)
 
 
-def _operands(metadata: AttentionMetadata):
-    """(form, lens, places, cu_seqlens_q, max_seqlen_q): all of the metadata that crosses the operator."""
+def _cache_operands(layer: LayerKV) -> tuple:
+    """k_cache to max_seqlen_q of the operators below: all of a cache and its metadata that crosses them."""
+    metadata, cache = layer.metadata, (layer.k, layer.v, layer.slots)
     if isinstance(metadata, PaddedKV):
-        return "padded", metadata.seqused_kv, None, None, None
-    q_side = (metadata.cu_seqlens_q, metadata.max_seqlen_q)
+        return *cache, "padded", metadata.seqused_kv, None, metadata.max_seqlen_kv, None, None
+    q_side = (metadata.max_seqlen_kv, metadata.cu_seqlens_q, metadata.max_seqlen_q)
     if isinstance(metadata, PackedKV):
-        return "packed", metadata.cu_seqlens_kv, None, *q_side
+        return *cache, "packed", metadata.cu_seqlens_kv, None, *q_side
     if isinstance(metadata, PagedKV):
-        return "paged", metadata.seqused_kv, metadata.block_table, *q_side
-    return "extent", metadata.seqused_kv, metadata.starts_kv, *q_side
+        return *cache, "paged", metadata.seqused_kv, metadata.block_table, *q_side
+    return *cache, "extent", metadata.seqused_kv, metadata.starts_kv, *q_side
 
 
 def run_write_and_attend(
@@ -133,19 +164,49 @@ def run_write_and_attend(
     role: str,
     softmax_scale: float,
 ) -> torch.Tensor:
-    padded = form == "padded"
-    if padded:
-        q, k, v = (x.unflatten(0, (k_cache.shape[0], -1)) for x in (q, k, v))
-        copy_rows(k_cache, v_cache, slots, k, v)
-    else:
-        k_rows, v_rows = (x.view(1, -1, *x.shape[-2:]) for x in (k_cache, v_cache))
-        copy_rows(k_rows, v_rows, slots, k[None], v[None])
-    if form in ("extent", "packed"):
+    batch = k_cache.shape[0] if form == "padded" else 1
+    k_rows, v_rows = (x.view(batch, -1, *x.shape[-2:]) for x in (k_cache, v_cache))
+    copy_rows(k_rows, v_rows, slots, k.unflatten(0, (batch, -1)), v.unflatten(0, (batch, -1)))
+    layout = (form, lens, places, max_seqlen_kv, cu_seqlens_q, max_seqlen_q)
+    return _attend(q, k_cache, v_cache, layout, backend, role, softmax_scale)
+
+
+def run_norm_rope_write_and_attend(
+    qkv: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    rotary: torch.Tensor | None,
+    eps: float,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    form: str,
+    lens: torch.Tensor,
+    places: torch.Tensor | None,
+    max_seqlen_kv: int,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    backend: str,
+    role: str,
+    softmax_scale: float,
+) -> torch.Tensor:
+    from attention_backend.qk_norm_rope_triton import norm_rope
+
+    batch = k_cache.shape[0] if form == "padded" else 1
+    k_rows, v_rows = (x.view(batch, -1, *x.shape[-2:]) for x in (k_cache, v_cache))
+    q, _ = norm_rope(qkv, norm_weight, rotary, eps, (k_rows, v_rows, slots))
+    layout = (form, lens, places, max_seqlen_kv, cu_seqlens_q, max_seqlen_q)
+    return _attend(q, k_cache, v_cache, layout, backend, role, softmax_scale)
+
+
+def _attend(q, k_cache, v_cache, layout: tuple, backend: str, role: str, softmax_scale: float) -> torch.Tensor:
+    form = layout[0]
+    if form == "padded":
+        q = q.unflatten(0, (k_cache.shape[0], -1))
+    elif form != "paged":
         k_cache, v_cache = (x.view(-1, *x.shape[-2:]) for x in (k_cache, v_cache))
-    spec = _spec(role, q.shape[-2], q.shape[-1], q.dtype, q.device, k.shape[-2], softmax_scale)
-    metadata = _metadata(form, lens, places, max_seqlen_kv, cu_seqlens_q, max_seqlen_q, k_cache)
-    out = _instance(backend_classes()[backend], spec).forward(q, k_cache, v_cache, metadata)
-    return out.flatten(0, 1) if padded else out
+    spec = _spec(role, q.shape[-2], q.shape[-1], q.dtype, q.device, k_cache.shape[-2], softmax_scale)
+    out = _instance(backend_classes()[backend], spec).forward(q, k_cache, v_cache, _metadata(*layout, k_cache))
+    return out.flatten(0, 1) if form == "padded" else out
 
 
 def _metadata(form, lens, places, max_seqlen_kv, cu_seqlens_q, max_seqlen_q, k_cache) -> AttentionMetadata:
@@ -181,8 +242,18 @@ def _instance(backend: type[AttentionBackend], spec: AttentionSpec) -> Attention
 write_and_attend = torch.library.custom_op(
     "attention_backend::write_and_attend", run_write_and_attend, mutates_args=("k_cache", "v_cache")
 )
+norm_rope_write_and_attend = torch.library.custom_op(
+    "attention_backend::norm_rope_write_and_attend",
+    run_norm_rope_write_and_attend,
+    mutates_args=("k_cache", "v_cache"),
+)
 
 
 @write_and_attend.register_fake
 def _(q, *rest) -> torch.Tensor:
     return q.new_empty(q.shape)
+
+
+@norm_rope_write_and_attend.register_fake
+def _(qkv, *rest) -> torch.Tensor:
+    return qkv.new_empty(qkv.shape[0], *qkv.shape[2:])

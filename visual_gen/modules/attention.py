@@ -23,8 +23,8 @@ from attention_backend.kv_cache import CachedAttention, LayerKV
 from attention_backend.metadata import ExtentKV, host_lens, host_mask
 from visual_gen.modules.block_causal import BlockMask, attend_block_mask
 from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV, append_rows, pack_rows
-from visual_gen.modules.norms import in_fp32, inverse_rms
-from visual_gen.modules.rope import apply_rotary, check_rotary
+from visual_gen.modules.qk_norm_rope import norm_and_rope, rotary_rows
+from visual_gen.modules.rope import check_rotary
 
 
 class Attention(nn.Module):
@@ -138,15 +138,15 @@ class Attention(nn.Module):
                 raise ValueError("a cache and a block_mask both say what is visible: give one of them")
             if rotary is not None and not torch.compiler.is_compiling():
                 check_rotary(rotary, self.head_dim)
-            q, k, v = self.project_qkv(x, rotary)
+            qkv = self.project_qkv(x)
             if cache is not None:
-                if self.cached is None:
-                    raise ValueError("this site was given no CachedAttention: set cached = CachedAttention(backend)")
-                out = self.cached(*(y.flatten(0, 1) for y in (q, k, v)), cache).unflatten(0, q.shape[:2])
-            elif block_mask is not None:
-                out = attend_block_mask(q, k, v, block_mask, self.backend.spec.softmax_scale)
+                out = self._attend_cache(qkv, rotary, cache)
             else:
-                out = self.backend.forward(q, k, v)
+                q, k, v = norm_and_rope(qkv, self.qk_norm_weight, rotary, self.eps)
+                if block_mask is not None:
+                    out = attend_block_mask(q, k, v, block_mask, self.backend.spec.softmax_scale)
+                else:
+                    out = self.backend.forward(q, k, v)
             return self.to_out(out.flatten(2))
         if cache is not None or block_mask is not None:
             raise ValueError(f"a {self.role!r} site sees all of its text or image: leave cache and block_mask out")
@@ -157,25 +157,20 @@ class Attention(nn.Module):
         _check_cross_kv(kv)
         return self.to_out(self.attend(self.project_q(x), kv).flatten(2))
 
-    def project_qkv(
-        self, x: torch.Tensor, rotary: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [B, S, hidden_size] → q, k, v [B, S, H, D], q and k normalised and turned by rotary."""
-        inner = self.num_heads * self.head_dim
-        qkv = self.to_qkv(x)
-        qk = qkv[..., : 2 * inner].unflatten(-1, (2, inner))
-        v = qkv[..., 2 * inner :].unflatten(-1, (self.num_heads, self.head_dim))
-        inverse = None
-        if self.qk_norm_weight is not None:
-            inverse = inverse_rms(qk, self.eps).unsqueeze(-1)
-            qk = qk * self.qk_norm_weight.float()
-        qk = qk.unflatten(-1, (self.num_heads, self.head_dim))
-        if rotary is not None:
-            qk = apply_rotary(qk.float(), rotary)
-        # One number for each token's q and each k, so it may as well follow the rotation, in the pass that rounds.
-        qk = qk.to(qkv.dtype) if inverse is None else in_fp32(torch.mul, qkv.dtype, qk, inverse)
-        q, k = qk.unbind(2)
-        return q, k, v
+    def project_qkv(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, S, hidden_size] → q, k and v [B, S, 3, H, D], not normalised yet."""
+        return self.to_qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
+
+    def _attend_cache(self, qkv: torch.Tensor, rotary: torch.Tensor | None, cache: LayerKV) -> torch.Tensor:
+        if self.cached is None:
+            raise ValueError("this site was given no CachedAttention: set cached = CachedAttention(backend)")
+        if qkv.is_cuda and isinstance(cache.slots, torch.Tensor):
+            rows = rotary_rows(rotary)
+            out = self.cached.product(qkv.flatten(0, 1), self.qk_norm_weight, rows, self.eps, cache)
+        else:
+            q, k, v = norm_and_rope(qkv, self.qk_norm_weight, rotary, self.eps)
+            out = self.cached(*(y.flatten(0, 1) for y in (q, k, v)), cache)
+        return out.unflatten(0, qkv.shape[:2])
 
     def project_q(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, S, hidden_size] → normalised q [B, S, H, D] of a "cross_text" site."""

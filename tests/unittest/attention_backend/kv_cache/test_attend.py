@@ -92,25 +92,7 @@ def call(form, gen, dtype=torch.float32):
 
 
 def operands(q, k, v, layer, backend="sdpa"):
-    form, lens, places, cu_q, max_q = attend._operands(layer.metadata)
-    m = layer.metadata
-    return (
-        q,
-        k,
-        v,
-        layer.k,
-        layer.v,
-        layer.slots,
-        form,
-        lens,
-        places,
-        m.max_seqlen_kv,
-        cu_q,
-        max_q,
-        backend,
-        "self",
-        0.3,
-    )
+    return q, k, v, *attend._cache_operands(layer), backend, "self", 0.3
 
 
 @pytest.mark.parametrize("form", FORMS)

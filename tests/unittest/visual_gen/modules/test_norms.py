@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from visual_gen import Attention
 from visual_gen.modules.norms import add_gated, inverse_rms, modulated_layer_norm
+from visual_gen.modules.qk_norm_rope import norm_and_rope
 from visual_gen.modules.rope import RotaryTable
 
 ROWS, TOKENS, DIM = 2, 5, 24
@@ -59,7 +60,7 @@ def test_normed_and_turned_q_and_k_are_rounded_once(inputs, dtype):
     site.qk_norm_weight.uniform_(0.5, 1.5)
     rotary = RotaryTable(DIM // 2, 8).grid(1, 1, TOKENS, device)
     with torch.inference_mode():
-        q, k, _ = site.project_qkv(x, rotary)
+        q, k, _ = norm_and_rope(site.project_qkv(x), site.qk_norm_weight, rotary, site.eps)
         rows = site.to_qkv(x).double().chunk(3, dim=-1)
     for i, found in enumerate((q, k)):
         normed = rows[i] * torch.rsqrt(rows[i].square().mean(-1, keepdim=True) + site.eps) * site.qk_norm_weight[i]
