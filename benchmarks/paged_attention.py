@@ -8,17 +8,23 @@ medians of one run that interleaves its arms, for one attention site:
 
 - `BACKEND contiguous | extent | block_table`: the kernel alone, everything prepared, over a few layers' K/V in turn.
 - `BACKEND read`: the default read of a cache, over its tensors with its metadata in all layers, nothing written.
-- `BACKEND chunk`: all that a cache does for a chunk: begin, forwards (batch, then write and attend in every layer),
-  commit. The sessions' windows slide meanwhile, so what is overwritten is set aside too.
-- `BACKEND staged chunk`: the same with the staged read, over fewer layers for want of memory.
+- `BACKEND norm, RoPE, read`: the same with Q and K normalised and turned before, into tensors of their own: what a site
+  does without a cache.
+- `BACKEND chunk`: all that a cache does for a chunk: begin, forwards (batch, then norm and RoPE, write and attend in
+  every layer, from the product of Q, K and V), commit. The sessions' windows slide meanwhile, so what is overwritten is
+  set aside too. What it takes more than the arm before is what writing and metadata cost.
+- `BACKEND staged chunk`: the same with the staged read.
 
-`host_ms_per_forward` is what the host spends for a chunk outside the layers' operators, by forwards, launches included,
-without waiting for the device. --smoke runs everything at toy size on a CPU.
+All arms go through as many sites in a row, 10 layers of 5 forwards: how long a device is busy decides its clock.
+`copied_by_bandwidth` is what the bytes alone of what a chunk copies (V; K and V that are set aside) take at 4.4 TB/s,
+over the read. `host_ms_per_forward` is what the host spends for a chunk of 30 layers outside the layers' operators, by
+forwards, launches included, without waiting for the device. --smoke runs everything at toy size on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import statistics
@@ -39,12 +45,15 @@ from attention_backend.kv_cache import CachedAttention, Chunk, KVBatch, LayerKV,
 from attention_backend.kv_cache.geometry import GUARD_ROWS
 from attention_backend.kv_cache.sizes import choose_block_size
 from attention_backend.metadata import AttentionMetadata
+from visual_gen.modules.qk_norm_rope import norm_and_rope
 from visual_gen.runtime.versions import installed_versions
 
 KERNEL_LAYERS = 3  # whose K/V a kernel alone reads in turn: no cache of the device's holds what the next call needs
 FORWARDS = 5  # of a chunk: four denoising, one committing
 UNEVEN = (1.0, 0.45, 0.15, 0.7)  # of the window, for each session in turn
 HOST_CHUNKS = 20
+BYTES_PER_MS = 4.4e9  # of device memory, read and written: the fastest pass that was measured on an H200
+EPS = 1e-6
 BACKENDS = ["paged_flash_attn3", "flash_attn4"]
 GOALS = {"read over": 0.02, "write and metadata": 0.03, "host ms": 0.5}  # the most that each may be
 
@@ -55,8 +64,8 @@ class Size:
     head_dim: int
     frame_tokens: int
     chunk_frames: int
-    layers: int
-    staged_layers: int
+    layers: int  # whose K/V are read and written
+    host_layers: int  # that the host's bookkeeping is for
     dtype: torch.dtype
     device: str
     visible: tuple[int, ...]
@@ -64,8 +73,8 @@ class Size:
     sessions: tuple[int, ...]
 
 
-FULL = Size(12, 128, 1560, 3, 30, 10, torch.bfloat16, "cuda", (9, 21), (0, 3), (1, 4, 8))
-TOY = Size(2, 16, 24, 1, 2, 1, torch.float32, "cpu", (3,), (0, 1), (1, 2))
+FULL = Size(12, 128, 1560, 3, 10, 30, torch.bfloat16, "cuda", (9, 21), (0, 3), (1, 4, 8))
+TOY = Size(2, 16, 24, 1, 2, 3, torch.float32, "cpu", (3,), (0, 1), (1, 2))
 
 
 @dataclass(frozen=True)
@@ -96,8 +105,25 @@ def points(size: Size) -> Iterator[Point]:
             yield Point(tuple(uneven), sink)
 
 
-def rand(size: Size, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, size.heads, size.head_dim, device=size.device, dtype=size.dtype)
+class Site:
+    """Self-attention of `tokens` tokens between its projections, over a cache, as the model has it on its device."""
+
+    def __init__(self, size: Size, backend: AttentionBackend, tokens: int) -> None:
+        inner, on = size.heads * size.head_dim, {"device": size.device}
+        self.cached = CachedAttention(backend)
+        self.qkv = torch.randn(tokens, 3, size.heads, size.head_dim, dtype=size.dtype, **on)
+        self.weight = torch.rand(2, inner, dtype=size.dtype, **on) + 0.5
+        angles = torch.rand(tokens, size.head_dim // 2, **on)
+        self.rotary = torch.stack([angles.cos(), angles.sin()], dim=-1)
+
+    def norm_and_rope(self) -> list[torch.Tensor]:
+        found = norm_and_rope(self.qkv[None], self.weight, self.rotary.unsqueeze(1), EPS)
+        return [x.flatten(0, 1) for x in found]
+
+    def __call__(self, layer: LayerKV) -> torch.Tensor:
+        if self.qkv.is_cuda:
+            return self.cached.product(self.qkv, self.weight, self.rotary, EPS, layer)
+        return self.cached(*self.norm_and_rope(), layer)
 
 
 class Streams:
@@ -122,13 +148,11 @@ class Streams:
             )
             for g in geometries
         ]
-        tokens = len(geometries) * size.chunk_frames * size.frame_tokens
-        self.q, self.k, self.v = (rand(size, tokens) for _ in "qkv")
-        attend = CachedAttention(backend)
+        self.site = Site(size, backend, len(geometries) * size.chunk_frames * size.frame_tokens)
         for _ in range(max(point.windows) // size.chunk_frames):
-            self.chunk(attend, forwards=1)
+            self.chunk(self.site, forwards=1)
 
-    def chunk(self, attend: CachedAttention | None, forwards: int = FORWARDS) -> torch.Tensor | None:
+    def chunk(self, attend: Site | None, forwards: int = FORWARDS) -> torch.Tensor | None:
         """The next chunk of every session; without `attend` only what surrounds the layers' operators."""
         with ExitStack() as chunks:
             begun = self.begin(chunks)
@@ -141,12 +165,12 @@ class Streams:
     def begin(self, chunks: ExitStack) -> list[Chunk]:
         return [chunks.enter_context(session.begin(self.size.chunk_frames)) for session in self.sessions]
 
-    def forward(self, attend: CachedAttention | None, batch: KVBatch) -> torch.Tensor | None:
+    def forward(self, attend: Site | None, batch: KVBatch) -> torch.Tensor | None:
         out = None
         for i in range(self.layers):
             layer = batch.layer(i)
             if attend is not None:
-                out = attend(self.q, self.k, self.v, layer)
+                out = attend(layer)
         return out
 
     def host_ms(self) -> float:
@@ -183,11 +207,6 @@ class Layout:
 
     layers: list[tuple[torch.Tensor, torch.Tensor]]
     metadata: AttentionMetadata
-
-    def run(self, backend: AttentionBackend, q: torch.Tensor) -> torch.Tensor:
-        for k, v in self.layers:
-            out = backend.forward(q, k, v, self.metadata)
-        return out
 
 
 def layouts(size: Size, lens: list[int], q_len: int, packed: list[tuple[torch.Tensor, torch.Tensor]], block_size: int):
@@ -231,51 +250,74 @@ def visible_keys(layers: list[LayerKV]) -> list[tuple[torch.Tensor, torch.Tensor
 
 
 def measure(size: Size, point: Point, backends: list[AttentionBackend], rounds: int) -> dict:
-    attend = {backend.name: CachedAttention(backend) for backend in backends}
     first = backends[0].name
+    with Streams(size, point, backends[0], "auto", size.host_layers) as streams:
+        host_ms = {"auto": round(streams.host_ms(), 4)}
+    del streams
+    gc.collect()  # caches and sessions refer to each other
     with ExitStack() as stack:
-        default = stack.enter_context(Streams(size, point, backends[0], "auto", size.layers))
-        staged = stack.enter_context(Streams(size, point, backends[0], "staged", size.staged_layers))
+        default, staged = (stack.enter_context(Streams(size, point, backends[0], read, size.layers))
+                           for read in ("auto", "staged"))  # fmt: skip
+        host_ms["staged, of fewer layers"] = round(staged.host_ms(), 4)
+        sites = {backend.name: Site(size, backend, len(default.site.qkv)) for backend in backends[1:]}
+        sites[first] = default.site
         with ExitStack() as chunks:
             batch = default.cache.batch(default.begin(chunks))
             if batch.read != "extent":
                 raise RuntimeError(f"the cache reads by {batch.read} ({batch.read_reason}), not by extents")
-            out = default.forward(attend[first], batch)
+            out = default.forward(default.site, batch)
             layers = [batch.layer(i) for i in range(size.layers)]
             packed = visible_keys(layers[-KERNEL_LAYERS:])
-        q, lens = default.q, [window * size.frame_tokens for window in point.windows]
+        q, lens = default.site.norm_and_rope()[0], [window * size.frame_tokens for window in point.windows]
         kernel_layouts = layouts(size, lens, len(q) // len(lens), packed, default.cache.block_size)
+        count = size.layers * FORWARDS
 
-        def read(backend: AttentionBackend) -> None:
-            for layer in layers:
-                backend.forward(q, *keys_of(layer), layer.metadata)
+        def read(backend: AttentionBackend, site: Site | None = None) -> None:
+            for _ in range(FORWARDS):
+                for layer in layers:
+                    turned = q if site is None else site.norm_and_rope()[0]
+                    backend.forward(turned, *keys_of(layer), layer.metadata)
+
+        def kernel(backend: AttentionBackend, layout: Layout) -> None:
+            for k, v in itertools.islice(itertools.cycle(layout.layers), count):
+                backend.forward(q, k, v, layout.metadata)
 
         kernels = {
-            f"{backend.name} {name}": partial(layout.run, backend, q)
+            f"{backend.name} {name}": (backend, layout)
             for backend in backends
             for name, layout in kernel_layouts.items()
         }
-        expected = kernels[f"{first} contiguous"]()
-        differences = {name: relative(call(), expected) for name, call in kernels.items()}
+        last = {name: backend.forward(q, *layout.layers[-1], layout.metadata)
+                for name, (backend, layout) in kernels.items()}  # fmt: skip
+        expected = last[f"{first} contiguous"]
+        differences = {name: relative(found, expected) for name, found in last.items()}
         differences[f"{first} chunk"] = relative(out, expected)
-        del out, expected
+        del out, last, expected
 
-        calls = [(name, call, len(packed)) for name, call in kernels.items()]
-        calls += [(f"{backend.name} read", partial(read, backend), size.layers) for backend in backends]
-        calls += [(f"{name} chunk", partial(default.chunk, a), size.layers * FORWARDS) for name, a in attend.items()]
-        calls += [(f"{first} staged chunk", partial(staged.chunk, attend[first]), size.staged_layers * FORWARDS)]
+        calls = {name: partial(kernel, *arguments) for name, arguments in kernels.items()}
+        calls |= {f"{backend.name} read": partial(read, backend) for backend in backends}
+        calls |= {f"{b.name} norm, RoPE, read": partial(read, b, sites[b.name]) for b in backends}
+        calls |= {f"{name} chunk": partial(default.chunk, site) for name, site in sites.items()}
+        calls[f"{first} staged chunk"] = partial(staged.chunk, staged.site)
+        busy = kernels[f"{first} contiguous"]
 
-        def by_site(call: Callable, sites: int) -> float:
-            kernels[f"{first} contiguous"]()  # keeps the device busy until the first call is launched
-            return milliseconds(call, device=size.device) / sites
+        def by_site(call: Callable) -> float:
+            # Busy, as with the forward before, until the first call is there.
+            for _ in range(size.layers):
+                busy[0].forward(q, *busy[1].layers[0], busy[1].metadata)
+            return milliseconds(call, device=size.device) / count
 
+        ms = medians({name: partial(by_site, call) for name, call in calls.items()}, rounds)
+        rows = len(q) * (1 + 2 / FORWARDS)  # V in each forward, K and V that are set aside in each chunk
+        copied_bytes = 2 * rows * size.heads * size.head_dim * size.dtype.itemsize  # read and written
         return {
             "read": batch.read,
             "block_size": default.cache.block_size,
             "cache_bytes": default.cache.memory_bytes,
             "rms_difference": differences,
-            "median_ms": medians({name: partial(by_site, call, sites) for name, call, sites in calls}, rounds),
-            "host_ms_per_forward": {"auto": round(default.host_ms(), 4), "staged": round(staged.host_ms(), 4)},
+            "median_ms": ms,
+            "copied_by_bandwidth": round(copied_bytes / BYTES_PER_MS / ms[f"{first} read"], 6),
+            "host_ms_per_forward": host_ms,
         }
 
 
@@ -288,8 +330,9 @@ def goals(results: dict[str, dict], backends: list[str]) -> list[dict]:
             reading = ms[f"{name} read"]
             found += [
                 (point, f"{name} read over {backends[0]} contiguous", reading / ms[f"{backends[0]} contiguous"] - 1),
-                (point, f"{name} write and metadata by attention", ms[f"{name} chunk"] / reading - 1),
-            ]
+                (point, f"{name} write and metadata by attention",
+                 (ms[f"{name} chunk"] - ms[f"{name} norm, RoPE, read"]) / reading),
+            ]  # fmt: skip
         found.append((point, "host ms a forward", result["host_ms_per_forward"]["auto"]))
     lines = []
     for point, what, value in found:
@@ -323,11 +366,12 @@ def main() -> None:
         "backends": {backend.name: backend.selection.why for backend in backends},
         "auto_takes": select_backend("auto", spec).name,
         "conditions": f"{size.dtype}, {size.heads} heads of {size.head_dim}, {size.frame_tokens} tokens a frame, "
-        f"chunks of {size.chunk_frames} frames and {FORWARDS} forwards, {size.layers} layers ({size.staged_layers} "
-        f"staged); medians of {rounds} times",
+        f"chunks of {size.chunk_frames} frames and {FORWARDS} forwards, {size.layers} layers ({size.host_layers} for "
+        f"the host's part); medians of {rounds} times",
         "points": {},
     }
     for point in points(size):
+        gc.collect()
         found = result["points"][point.name] = measure(size, point, backends, rounds)
         result["goals"] = goals(result["points"], names)
         result["seconds"] = round(time.perf_counter() - began_s, 1)

@@ -86,8 +86,8 @@ class Bench:
     @contextmanager
     def engine(self, shape: Shape, mode: str, max_streams: int = STREAMS) -> Iterator[StreamEngine]:
         engine = StreamEngine(
-            self.model(compiled=mode == "compiled"), shape.latent, causal=shape.settings, max_streams=max_streams,
-            text_len=self.size.text_rows, waiting_chunks=1_000_000, graphs=mode == "graphs",
+            self.model(compiled="compiled" in mode), shape.latent, causal=shape.settings, max_streams=max_streams,
+            text_len=self.size.text_rows, waiting_chunks=1_000_000, graphs="graphs" in mode,
         )  # fmt: skip
         try:
             yield engine
