@@ -1,5 +1,5 @@
-"""Q, K and V of self-attention from one product, in one launch: Q and K normalised over all heads together and turned
-by RoPE, and each written where it is read: into tensors of its own, or K and V into the rows of a KV cache.
+"""Q and K of self-attention, normalised over all heads together and turned by RoPE in one launch, which also writes K
+and V into the rows of a KV cache, if there is one.
 
 What a cache costs is then V's rows, read and written once; K has to be written somewhere in any case. Imports triton,
 which is here with CUDA builds of torch only.
@@ -71,17 +71,18 @@ def norm_rope(
     eps: float,
     cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """qkv [total, 3, H, D] → q, k [total, H, D].
+    """qkv [total, 3, H, D] → q, k [total, H, D]. Shapes are the caller's to check.
 
-    weight [2, H · D] normalises q and k; rotary fp32 [rows, D / 2, 2], cosines and sines, turns them: token i by row
-    i % rows. Without one of them that step is left out. cache: k, v [B, rows, H, D], contiguous, and slots int64 [n]:
-    token i's k and v are written at [i // n, slots[i % n]], and the k that is returned is the cache's.
+    weight [2, H · D] normalises q and k; rotary fp32 [rows, D / 2, 2] with rows that divide total, cosines and sines,
+    turns them: token i by row i % rows. Without one of them that step is left out. cache: k, v [B, rows, H, D],
+    contiguous, and slots int64 [n], contiguous: token i's k and v are written at [i // n, slots[i % n]], and the k that
+    is returned is the cache's.
     """
     total, _, heads, head_dim = qkv.shape
     inner = heads * head_dim
     if qkv.stride()[1:] != (inner, head_dim, 1):
         qkv = qkv.contiguous()
-    rotary = None if rotary is None else rotary.contiguous()
+    weight, rotary = (x if x is None else x.contiguous() for x in (weight, rotary))
     q = torch.empty(total, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     k, v, slots = (torch.empty_like(q), q, q) if cache is None else cache
     if total:

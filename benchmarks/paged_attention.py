@@ -122,7 +122,7 @@ class Site:
 
     def __call__(self, layer: LayerKV) -> torch.Tensor:
         if self.qkv.is_cuda:
-            return self.cached.product(self.qkv, self.weight, self.rotary, EPS, layer)
+            return self.cached.from_qkv(self.qkv, self.weight, self.rotary, EPS, layer)
         return self.cached(*self.norm_and_rope(), layer)
 
 

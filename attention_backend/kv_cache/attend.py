@@ -1,9 +1,12 @@
-"""One operator that writes a chunk's K/V into a cache and attends to what is visible, the chunk included.
+"""Operators that write a chunk's K/V into a cache and attend to what is visible, the chunk included, in one call.
 
-There are two: of q, k and v as they are, and, on a device, of their product, with normalisation and RoPE in the pass
-that writes. torch.compile sees one node that mutates the cache's tensors, so a block that uses it compiles fullgraph.
-The cache's tensors and the metadata's are arguments and nothing names a layer, so that one graph serves all layers, all
-sessions, and windows that fill, are full, or slide.
+`write_and_attend` takes q, k and v as they are to be read, on any device. `norm_rope_write_and_attend` takes them as
+one projection gives them, on a CUDA device: the pass that normalises and turns q and k writes k and v, and so costs
+less. Models on such a device take the second.
+
+torch.compile sees one node that mutates the cache's tensors, so a block that uses it compiles fullgraph. The cache's
+tensors and the metadata's are arguments and nothing names a layer, so that one graph serves all layers, all sessions,
+and windows that fill, are full, or slide.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from attention_backend.kv_cache.rows import copy_rows
 from attention_backend.metadata import AttentionMetadata, ExtentKV, PackedKV, PaddedKV, PagedKV
 from attention_backend.selection import backend_classes
 
-NO_GRAD = "a KV cache is inference-only, and what it was given requires grad; use torch.no_grad()"
+GRAD_PROBLEM = "a KV cache is inference-only, and what it was given requires grad; use torch.no_grad()"
 
 
 class CachedAttention:
@@ -50,7 +53,7 @@ class CachedAttention:
             return self.backend.forward(q.unflatten(0, rows), layer.k, layer.v, metadata).flatten(0, 1)
         return write_and_attend(q, k, v, *_cache_operands(layer), *self._call)
 
-    def product(
+    def from_qkv(
         self,
         qkv: torch.Tensor,
         norm_weight: torch.Tensor | None,
@@ -58,7 +61,7 @@ class CachedAttention:
         eps: float,
         layer: LayerKV,
     ) -> torch.Tensor:
-        """The same from q, k and v beside each other, on a CUDA device: q and k are normalised and turned, and k and v
+        """The same from one projection of q, k and v, on a CUDA device: q and k are normalised and turned, and k and v
         written, in one pass; returns out [total_q, H, D].
 
         qkv [total_q, 3, H, D]; norm_weight [2, H · D] of an RMS norm of q and of k over all heads, with eps; rotary
@@ -69,27 +72,22 @@ class CachedAttention:
             raise KVCacheError(f"qkv has shape {tuple(qkv.shape)}; expected [total_q, 3, H, D]")
         if not qkv.is_cuda or isinstance(layer.slots, slice):
             raise KVCacheError(
-                f"qkv is on {qkv.device} and slots are a {type(layer.slots).__name__}; product() takes tensors on a "
+                f"qkv is on {qkv.device} and slots are a {type(layer.slots).__name__}; from_qkv takes tensors on a "
                 "CUDA device: normalise and turn q and k, and call this object with q, k and v"
             )
         _check(self.backend.spec, *qkv.unbind(1), layer)
         total, (heads, head_dim) = qkv.shape[0], qkv.shape[2:]
+        for name, x in (("norm_weight", norm_weight), ("rotary", rotary), ("slots", layer.slots)):
+            if x is not None and x.device != qkv.device:
+                raise KVCacheError(f"{name} is on {x.device}, qkv on {qkv.device}: move it there")
         if norm_weight is not None and torch.is_grad_enabled() and norm_weight.requires_grad:
-            raise AttentionBackendError(NO_GRAD)
+            raise AttentionBackendError(GRAD_PROBLEM)
         if norm_weight is not None and tuple(norm_weight.shape) != (2, heads * head_dim):
             raise KVCacheError(
                 f"norm_weight has shape {tuple(norm_weight.shape)}; expected [2, H · D] = {(2, heads * head_dim)}"
             )
-        if rotary is not None and (
-            rotary.dtype != torch.float32
-            or tuple(rotary.shape[1:]) != (head_dim // 2, 2)
-            or not len(rotary)
-            or total % len(rotary)
-        ):
-            raise KVCacheError(
-                f"rotary is {rotary.dtype} of shape {tuple(rotary.shape)}; expected float32 "
-                f"[rows, {head_dim // 2}, 2] with rows that divide the {total} tokens"
-            )
+        if rotary is not None:
+            _check_rotary_rows(rotary, total, head_dim)
         return norm_rope_write_and_attend(qkv, norm_weight, rotary, eps, *_cache_operands(layer), *self._call)
 
 
@@ -131,7 +129,17 @@ def _check(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
             )
     # The operator cuts gradients off, as do the kernels behind it.
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise AttentionBackendError(NO_GRAD)
+        raise AttentionBackendError(GRAD_PROBLEM)
+
+
+def _check_rotary_rows(rotary: torch.Tensor, total: int, head_dim: int) -> None:
+    shape = tuple(rotary.shape)
+    fits = rotary.dtype == torch.float32 and len(shape) == 3 and shape[1] * 2 == head_dim and shape[2] == 2
+    if not fits or not shape[0] or total % shape[0]:
+        raise KVCacheError(
+            f"rotary is {rotary.dtype} of shape {shape} for {total} tokens and head_dim {head_dim}; expected float32 "
+            "[rows, head_dim / 2, 2] with rows that divide the tokens"
+        )
 
 
 def _cache_operands(layer: LayerKV) -> tuple:

@@ -1,5 +1,5 @@
-"""Rows copied on the device, each read once and written once, with no copy between: of K and V of one layer in one
-launch, or of many tensors at once.
+"""Rows copied on the device, each read once and written once, with no copy between: given K and V into one layer, and
+from rows to rows of all layers in one launch.
 
 Imports triton, which is here with CUDA builds of torch only.
 """
@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 TILE = 4096  # elements of K, and of V, of one program: some loads of 16 bytes under way in each thread
-# What rows of many tensors are copied by: the widest that a row's bytes are a multiple of.
+# What rows of all layers are copied by: the widest that a row's bytes are a multiple of.
 WORDS = ((8, tl.int64), (4, tl.int32), (2, tl.int16), (1, tl.int8))
 
 
-# Counts and indices that start anywhere share a variant, here and below: neither a capture nor the first chunk that
-# overwrites something meets a kernel that is not compiled yet.
+# Counts and indices that start anywhere share a variant, here and below, so that no capture meets a kernel that is not
+# compiled yet.
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["index_ptr"])
 def _kernel(
     k_ptr,
@@ -56,7 +56,7 @@ def _block_of_row(length: int, most: int) -> int:
     return min(most, divisor if divisor >= most // 8 else triton.next_power_of_2(length))
 
 
-def launch(
+def write_rows(
     k: torch.Tensor, v: torch.Tensor, index: torch.Tensor, source_k: torch.Tensor, source_v: torch.Tensor
 ) -> None:
     """k, v [B, rows, H, D] of one shape, contiguous; source_k, source_v [B, n, H, D], each row contiguous; index int64
@@ -85,7 +85,7 @@ def launch(
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["index_ptr", "source_index_ptr"])
-def _many_kernel(
+def _layers_kernel(
     addresses_ptr,
     source_addresses_ptr,
     index_ptr,
@@ -109,7 +109,7 @@ def _many_kernel(
     tl.store(to + rows * ROW_WORDS + words[None, :], values, mask=inside)
 
 
-def launch_many(
+def copy_rows_of_layers(
     addresses: torch.Tensor,
     source_addresses: torch.Tensor,
     index: torch.Tensor,
@@ -125,7 +125,7 @@ def launch_many(
     grid = (triton.cdiv(len(index), block_rows) * triton.cdiv(row_words, block_words), len(addresses))
     if 0 in grid:
         return
-    _many_kernel[grid](
+    _layers_kernel[grid](
         addresses,
         source_addresses,
         index,

@@ -6,11 +6,13 @@ A segment is (first row, number of rows), on the host.
 from __future__ import annotations
 
 import bisect
+import importlib.util
 import itertools
 from collections.abc import Sequence
 
 import torch
 
+from attention_backend.kv_cache.errors import KVCacheError
 from attention_backend.kv_cache.free_runs import runs
 
 Segment = tuple[int, int]
@@ -64,17 +66,19 @@ def copy_rows(
         for x, source in ((k, source_k), (v, source_v)):
             x.index_copy_(1, index, source)
         return
-    from attention_backend.kv_cache.copy_rows_triton import launch
+    from attention_backend.kv_cache.copy_rows_triton import write_rows
 
     sources = [x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (source_k, source_v)]
     with torch.cuda.device_of(k):  # triton launches on the current device, whatever the tensors are on
-        launch(k, v, index, *sources)
+        write_rows(k, v, index, *sources)
 
 
 class LayerRows:
     """K and V of each layer, two tensors apart, zeros at first, seen as [rows, Hkv, D] by what is done here."""
 
     def __init__(self, num_layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        if torch.device(device).type == "cuda" and importlib.util.find_spec("triton") is None:
+            raise KVCacheError("a KV cache on a GPU needs Triton, which is not here: install torch's CUDA build")
         # Ordinary tensors whatever mode is on, so that they can be written in any.
         with torch.inference_mode(False):
             self.layers = [
@@ -84,10 +88,9 @@ class LayerRows:
         self.num_rows = len(self._flat[0])
         self.device = self._flat[0].device
         self.nbytes = sum(x.nbytes for x in self._flat)
-        self._addresses = None
-        if self.device.type == "cuda":
-            with torch.inference_mode(False):
-                self._addresses = torch.tensor([x.data_ptr() for x in self._flat], device=self.device)
+        self._addresses: tuple[int, torch.Tensor] | None = None
+        if self.device.type == "cuda" and self.num_rows:
+            self.copy([(0, 1)], self, [(0, 1)])  # compiles its kernel, which no stream is to wait for
 
     def zero(self, segments: Sequence[Segment]) -> None:
         if segments:
@@ -100,15 +103,25 @@ class LayerRows:
         if not segments:
             return
         index, source_index = row_index([*segments, *source_segments], self.device).chunk(2)
-        if self._addresses is None:
+        if self.device.type != "cuda":
             for x, other in zip(self._flat, source._flat, strict=True):
                 x.index_copy_(0, index, other.index_select(0, source_index))
             return
-        from attention_backend.kv_cache.copy_rows_triton import launch_many
+        from attention_backend.kv_cache.copy_rows_triton import copy_rows_of_layers
 
-        row_bytes = self._flat[0][0].nbytes
+        if (len(source._flat), source._flat[0][0].nbytes) != (len(self._flat), self._flat[0][0].nbytes):
+            raise ValueError(f"rows of {len(source.layers)} layers are copied to rows of {len(self.layers)}, or others")
         with torch.cuda.device_of(index):  # one launch for all layers: before a chunk, the host is what takes the time
-            launch_many(self._addresses, source._addresses, index, source_index, row_bytes)
+            copy_rows_of_layers(self._table(), source._table(), index, source_index, self._flat[0][0].nbytes)
+
+    def _table(self) -> torch.Tensor:
+        """int64 [2 · layers]: addresses of the tensors, which do not move. A copy of this object makes its own."""
+        first = self._flat[0].data_ptr()
+        if self._addresses is None or self._addresses[0] != first:
+            with torch.inference_mode(False):
+                table = torch.tensor([x.data_ptr() for x in self._flat], device=self.device)
+            self._addresses = first, table
+        return self._addresses[1]
 
     def read(self, segments: Sequence[Segment]) -> torch.Tensor:
         """[2 · layers, total, Hkv, D], K before V of each layer."""

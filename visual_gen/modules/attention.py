@@ -165,8 +165,8 @@ class Attention(nn.Module):
         if self.cached is None:
             raise ValueError("this site was given no CachedAttention: set cached = CachedAttention(backend)")
         if qkv.is_cuda and isinstance(cache.slots, torch.Tensor):
-            rows = rotary_rows(rotary)
-            out = self.cached.product(qkv.flatten(0, 1), self.qk_norm_weight, rows, self.eps, cache)
+            rows = rotary_rows(rotary, *qkv.shape[:2])
+            out = self.cached.from_qkv(qkv.flatten(0, 1), self.qk_norm_weight, rows, self.eps, cache)
         else:
             q, k, v = norm_and_rope(qkv, self.qk_norm_weight, rotary, self.eps)
             out = self.cached(*(y.flatten(0, 1) for y in (q, k, v)), cache)

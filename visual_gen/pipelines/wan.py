@@ -99,7 +99,8 @@ class WanPipeline(LoRAMethods):
         rows = tokenize_all(opened.tokenizer, texts, request.max_sequence_length)
         needed = request_bytes(
             opened.facts.wan, request, rows, kept_as(opened.attention.cross_kv, opened.compile), opened.dtype,
-            repeated_key=opened.repeats_last_key, timestep_per_token=_per_token(opened.facts.task, request),
+            repeated_key=opened.repeats_last_key, on_gpu=opened.device.type != "cpu",
+            timestep_per_token=_per_token(opened.facts.task, request),
         )  # fmt: skip
         check_memory(needed, opened.device)
 
@@ -237,7 +238,8 @@ class WanPipeline(LoRAMethods):
         model = self.transformer
         needed = request_bytes(
             model.config, request, rows, kept_as(self.attention.cross_kv, model.blocks_compiled), self.dtype,
-            repeated_key=model.repeats_last_key, timestep_per_token=_per_token(self.task, request),
+            repeated_key=model.repeats_last_key, on_gpu=self.device.type != "cpu",
+            timestep_per_token=_per_token(self.task, request),
         )  # fmt: skip
         check_memory(needed, self.device)
         noise = initial_latents(request.latent_shape, generator, latents, self.device)

@@ -88,18 +88,25 @@ def text_kv_bytes(wan: WanConfig, rows: int, dtype: torch.dtype) -> int:
     return 2 * rows * wan.hidden_size * wan.num_layers * dtype.itemsize
 
 
+def text_write_bytes(wan: WanConfig, length: int, dtype: torch.dtype) -> int:
+    """What a stream's text takes while it is projected: in all layers K and V and their product, and K/V once more, put
+    together to be checked and copied."""
+    return 5 * text_kv_bytes(wan, length, dtype) // 2
+
+
 def activation_bytes(
-    wan: WanConfig, rows: int, tokens: int, dtype: torch.dtype, timestep_per_token: bool = False
+    wan: WanConfig, rows: int, tokens: int, dtype: torch.dtype, timestep_per_token: bool = False, *, on_gpu: bool
 ) -> int:
     """Expected peak of the tensors that live beside the weights while a block runs; an estimate.
 
     Counted in bytes for each of the rows·tokens·d elements of the hidden state, s bytes an element: self-attention
-    holds x, the normed x and QKV (5 s) beside two fp32 copies of Q and K while they are normed and turned (16); the
-    feed-forward holds six tensors like x, and its inner activations before and after the GELU. One timestep for each
-    token adds the modulation, which all rows share, in the compute dtype and in fp32.
+    holds x, the normed x and QKV (5 s) while Q and K are normed and turned, which is one pass on a GPU (2 s) and takes
+    two fp32 copies of them elsewhere (16); the feed-forward holds six tensors like x, and its inner activations before
+    and after the GELU. One timestep for each token adds the modulation, which all rows share, in the compute dtype and
+    in fp32.
     """
     size, d = dtype.itemsize, wan.hidden_size
-    attention = 5 * size + 16
+    attention = 5 * size + (2 * size if on_gpu else 16)
     feed_forward = 6 * size + 2 * size * wan.ffn_dim / d
     modulation = 7 * size + 24 if timestep_per_token else 0
     return round(tokens * d * (rows * max(attention, feed_forward) + modulation))

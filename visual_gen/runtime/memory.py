@@ -49,6 +49,7 @@ def request_bytes(
     dtype: torch.dtype,
     *,
     repeated_key: bool,
+    on_gpu: bool,
     timestep_per_token: bool = False,
 ) -> int:
     """What a denoising step of `request` takes beside the weights: keys and values of text and images, and activations.
@@ -63,4 +64,4 @@ def request_bytes(
         for i in range(0, len(lens), at_once)
     )
     kv = text_kv_bytes(wan, kept, dtype) + image_kv_bytes(wan, len(rows), dtype)
-    return kv + activation_bytes(wan, at_once, tokens, dtype, timestep_per_token)
+    return kv + activation_bytes(wan, at_once, tokens, dtype, timestep_per_token, on_gpu=on_gpu)

@@ -33,7 +33,7 @@ from visual_gen.runtime.costs import (
 )
 from visual_gen.runtime.model import Model, check_settings, required_model
 from visual_gen.runtime.prompts import clean_prompt
-from visual_gen.runtime.stream_plan import StreamPlan, plan_stream
+from visual_gen.runtime.stream_plan import StreamPlan, plan_stream, stream_activation_bytes
 from visual_gen.runtime.streams import TEXT_SLOTS
 
 TOKENS_PER_WORD = 1.3  # of an English prompt with UMT5's tokenizer, roughly; only where there is no tokenizer to ask
@@ -134,7 +134,10 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
     text_kv_now = text_kv[kept_as(config.attention.cross_kv, config.compile)] + image_kv_bytes(wan, len(lens), dtype)
     # A first frame that is given has a timestep of its own; without one all tokens share theirs.
     per_token = model.timestep_per_token and generation.image is not None
-    activations = activation_bytes(wan, rows, most_tokens, dtype, per_token)
+    if causal is None:
+        activations = activation_bytes(wan, rows, most_tokens, dtype, per_token, on_gpu=config.device != "cpu")
+    else:
+        activations = stream_activation_bytes(config, wan, rows, most_tokens)
     parts = {"text_encoder": model.text_encoder, "vae": model.vae, "image_encoder": model.image_encoder}
     # On the device also while the transformer that they belong to rests in host memory.
     loras = [LoRAFile.open(lora.file, weights).num_bytes(weights) for lora in config.lora if lora.file.exists()]

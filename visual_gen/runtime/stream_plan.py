@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from attention_backend import AUTO_ORDER_OF_CACHES, AttentionBackend, backend_classes
 from visual_gen.config import RunConfig
-from visual_gen.runtime.costs import activation_bytes, text_kv_bytes
+from visual_gen.models.wan import WanConfig
+from visual_gen.runtime.costs import activation_bytes, text_kv_bytes, text_write_bytes
 from visual_gen.runtime.model import Model
 from visual_gen.runtime.streams import TEXT_SLOTS, UNREAD_CHUNKS, stream_size
 
@@ -42,7 +43,8 @@ def plan_stream(
     chunk_tokens = settings.max_chunk_frames * frame_tokens
     kv_cache = size.num_bytes(wan, dtype)
     text = text_kv_bytes(wan, TEXT_SLOTS * generation.max_sequence_length, dtype)
-    each = kv_cache + text + activation_bytes(wan, branches, chunk_tokens, dtype)
+    activations = stream_activation_bytes(config, wan, branches, chunk_tokens)
+    each = kv_cache + text + activations
     fit = None if device_memory_bytes is None else max(0, (device_memory_bytes - weight_bytes) // each)
     return StreamPlan(
         window_frames=size.geometry.window_frames,
@@ -55,6 +57,13 @@ def plan_stream(
         kv_cache_bytes=kv_cache,
         streams_that_fit=fit,
     )
+
+
+def stream_activation_bytes(config: RunConfig, wan: WanConfig, rows: int, tokens: int) -> int:
+    """What lives beside weights and caches: in a forward of so many rows of chunks, or while a text is projected."""
+    dtype, on_gpu = config.torch_dtype(), config.device != "cpu"
+    text = text_write_bytes(wan, config.generation.max_sequence_length, dtype)
+    return max(activation_bytes(wan, rows, tokens, dtype, on_gpu=on_gpu), text)
 
 
 def _backend_class(config: RunConfig) -> type[AttentionBackend]:

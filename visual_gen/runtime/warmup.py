@@ -21,6 +21,7 @@ from visual_gen.models.wan import WanConfig
 from visual_gen.models.wan.causal import causal_needs
 from visual_gen.modules.attention import Attention
 from visual_gen.modules.cross_kv import CROSS_KV_NEEDS, CrossKV
+from visual_gen.modules.qk_norm_rope import norm_and_rope
 from visual_gen.runtime.costs import image_tokens
 from visual_gen.runtime.model import check_settings, required_model
 from visual_gen.runtime.streams import stream_size
@@ -124,8 +125,11 @@ def _calls(
         return torch.zeros(*shape, *heads, dtype=config.torch_dtype(), device=device)
 
     if role == "self":
-        q, k, v = zeros(batch, queries, 3).unbind(2)
-        yield "all keys", compiles, lambda: backend.forward(q, k, v)
+        qkv = zeros(batch, queries, 3)
+        yield "all keys", compiles, lambda: backend.forward(*qkv.unbind(2))
+        if device.type == "cuda":  # a kernel of this project, whatever the backend; so is the merge below
+            weight, rotary = _norm_and_turns(qkv, queries)
+            yield "QK norm and RoPE", True, lambda: norm_and_rope(qkv, weight, rotary[:, None], wan.eps)[0]
         return
     text_length = generation.max_sequence_length
     mode = config.attention.cross_kv if role == "cross_text" else "padded"
@@ -147,7 +151,6 @@ def _calls(
             yield "packed K/V, repeated key", compiles, lambda: site.attend(q, repeated)
         pads = state.packed_pad_kv(role, lens, text_length, device, formulation="merge")
         merged = CrossKV(zeros(batch), zeros(batch), pads, zeros(), zeros())
-        # The merge is a kernel of this project, whatever the backend.
         yield "packed K/V with LSE, and merge", compiles or device.type == "cuda", lambda: site.attend(q, merged)
 
 
@@ -184,7 +187,21 @@ def _stream_calls(
     session = cache.open_session(recent_frames=1, max_chunk_frames=1, branches=branches)
     with session, session.begin(1) as chunk:
         batch = cache.batch([chunk])
-        yield f"a KV cache, {batch.read}", compiles, lambda: CachedAttention(backend)(q, q, q, batch.layer(0))
+
+        def attend() -> torch.Tensor:
+            cached, layer = CachedAttention(backend), batch.layer(0)
+            if device.type != "cuda":
+                return cached(q, q, q, layer)
+            qkv = zeros(3 * len(q)).view(-1, 3, *heads)
+            return cached.from_qkv(qkv, *_norm_and_turns(qkv, len(q)), wan.eps, layer)
+
+        yield f"a KV cache, {batch.read}", compiles or device.type == "cuda", attend
+
+
+def _norm_and_turns(qkv: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What q and k are normalised by, [2, H · D], and turned by, [tokens, D / 2, 2]."""
+    heads, head_dim = qkv.shape[-2:]
+    return qkv.new_zeros(2, heads * head_dim), qkv.new_zeros(tokens, head_dim // 2, 2, dtype=torch.float32)
 
 
 def _seconds(call: Callable[[], torch.Tensor], device: torch.device) -> float:

@@ -32,7 +32,9 @@ def run(name, dtype, tokens, heads, head_dim, norm, rotary_rows, batch):
         slots = torch.randperm(rows + 7)[:rows]
         k, v = (torch.full((batch, rows + 7, heads, head_dim), 99.0, dtype=dtype) for _ in "kv")
         cache = (k, v, slots)
-    q, k_out = norm_rope(qkv, weight, rotary, 1e-6, cache)
+    wide = torch.cat([qkv, qkv[:, :2]], dim=1)[:, :3]  # rows with others between them
+    strided = None if weight is None else weight.t().contiguous().t()
+    q, k_out = norm_rope(wide, strided, rotary, 1e-6, cache)
     v_same = True
     if batch:
         k_out, v_out = (x[:, slots].flatten(0, 1) for x in (k, v))

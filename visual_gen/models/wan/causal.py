@@ -94,6 +94,7 @@ class CausalWanTransformer(WanTransformer):
             raise ValueError(f"text has shape {tuple(text.shape)}; expected [L, text_dim {self.config.text_dim}]")
         (real,) = host_lens("text_len", [len(text) if text_len is None else text_len], len(text))
         pads = len(text) - real if pool.cross_kv == "padded" else 0
+        pool.check_room(slot, real + pads)
         # All pad rows are one vector, which stands behind the real rows in the same products.
         rows = self.text_embedding(F.pad(text[:real].to(self.dtype), (0, 0, 0, min(pads, 1))))
         keys, values = zip(*(block.cross_text.project_kv(rows) for block in self.blocks), strict=True)

@@ -45,8 +45,8 @@ class TextPool:
         shape = (config.num_layers, slots * text_len, config.num_attention_heads, config.attention_head_dim)
         # All layers lie in one tensor, so that a prompt is written by a few copies whatever their number. Zeros: tiles
         # are loaded whole, so rows that no prompt has filled yet must be finite.
-        self._sides = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
-        self.keys, self.values = (side.unbind() for side in self._sides)
+        self._all_layers = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
+        self.keys, self.values = (side.unbind() for side in self._all_layers)
         self.slots, self.text_len, self.cross_kv = slots, text_len, cross_kv
         self._starts = tuple(range(0, slots * text_len, text_len))
         self._lens: list[int | None] = [None] * slots
@@ -56,7 +56,7 @@ class TextPool:
         """A pool whose slots are the rows of text_kv, in place."""
         check_served(text_kv.cross_kv)
         pool = cls.__new__(cls)
-        pool._sides = None  # layers that lie apart are read only
+        pool._all_layers = None  # layers that lie apart are read only
         pool.slots, pool.text_len, pool.cross_kv = text_kv.batch, text_kv.padded_len, text_kv.cross_kv
         pool.keys, pool.values = (
             tuple(x.reshape(-1, *x.shape[-2:]) for x in side)
@@ -79,23 +79,33 @@ class TextPool:
         slot, where NaN would spoil another session. Raises ValueError, before anything is written, on that and on a
         text that does not fit.
         """
-        self._check_slot(slot)
-        if self._sides is None:
-            raise ValueError("this pool shows the rows of a TextKV: write into one that new_text_pool made")
-        rows = len(keys[0])
-        length = rows + repeats
-        if length > self.text_len:
-            raise ValueError(f"the text has {length} rows, a slot of the pool {self.text_len}: make a larger pool")
+        rows = len(keys[0]) if keys else 0
+        self.check_room(slot, rows + repeats)
+        found = {(len(x), *x.shape[1:], x.dtype) for x in (*keys, *values)}
+        heads = (rows, *self.keys[0].shape[1:], self.keys[0].dtype)
+        if (len(keys), len(values)) != (len(self.keys),) * 2 or found != {heads} or repeats and not rows:
+            raise ValueError(
+                f"keys and values are of {len(keys)} and {len(values)} layers, of rows, heads, head_dim and dtype "
+                f"{sorted(map(str, found))}; expected {len(self.keys)} layers of {heads}"
+            )
         new = torch.stack([*keys, *values])
         # The largest magnitude, which takes no memory to find, is NaN or infinity if any number is. No rows have none.
         if rows and not math.isfinite(torch.linalg.vector_norm(new, torch.inf)):
             raise ValueError(f"K/V of the text for slot {slot} hold NaN or infinity: the encoder's output is damaged")
-        start = self._starts[slot]
-        for side, source in zip(self._sides, new.chunk(2), strict=True):
+        start, length = self._starts[slot], rows + repeats
+        for side, source in zip(self._all_layers, new.chunk(2), strict=True):
             side[:, start : start + rows].copy_(source)
             if repeats:
                 side[:, start + rows : start + length].copy_(source[:, -1:])
         self._lens[slot] = length
+
+    def check_room(self, slot: int, length: int) -> None:
+        """ValueError unless `length` rows can be written into this slot."""
+        self._check_slot(slot)
+        if self._all_layers is None:
+            raise ValueError("this pool shows the rows of a TextKV: write into one that new_text_pool made")
+        if length > self.text_len:
+            raise ValueError(f"the text has {length} rows, a slot of the pool {self.text_len}: make a larger pool")
 
     def rows(self, slots: Sequence[int]) -> PooledText:
         """The text of a batch whose row i reads slots[i]; a slot may serve several rows."""

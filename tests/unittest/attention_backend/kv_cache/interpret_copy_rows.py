@@ -8,10 +8,10 @@ import json
 
 import torch
 
-from attention_backend.kv_cache.copy_rows_triton import launch, launch_many
+from attention_backend.kv_cache.copy_rows_triton import copy_rows_of_layers, write_rows
 
 CASES = [
-    # name, dtype, batch, heads, head_dim, rows copied, within the same tensors
+    # name, dtype, batch, heads, head_dim, rows copied, by addresses: within the same tensors, and from others
     ("bf16, rows of 1 536", torch.bfloat16, 1, 12, 128, 37, False),
     ("bf16, rows of 1 536, set aside", torch.bfloat16, 1, 12, 128, 37, True),
     ("fp16, rows of 5 120", torch.float16, 1, 40, 128, 5, True),
@@ -42,12 +42,21 @@ def run(name, dtype, batch, heads, head_dim, count, within):
     expected, before = [x.clone() for x in (k, v)], k.clone()
     for x, source in zip(expected, sources, strict=True):
         x[:, index] = source
+    found = [k, v]
     if within:
-        addresses = torch.tensor([k.data_ptr(), v.data_ptr()])
-        launch_many(addresses, addresses.clone(), index, source_index, k[0, 0].nbytes)
+        others = [rand(batch, total) for _ in "kv"]  # another pool, whose rows come from this one
+        for other, x in zip(others, (k, v), strict=True):
+            wanted = other.clone()
+            wanted[:, index] = x[:, source_index]
+            expected.append(wanted)
+        found += others
+        here, there = (torch.tensor([x.data_ptr() for x in some]) for some in ((k, v), others))
+        row_bytes = k[0, 0].nbytes
+        copy_rows_of_layers(there, here, index, source_index, row_bytes)
+        copy_rows_of_layers(here, here.clone(), index, source_index, row_bytes)
     else:
-        launch(k, v, index, *sources)
-    same = all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip((k, v), expected, strict=True))
+        write_rows(k, v, index, *sources)
+    same = all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(found, expected, strict=True))
     changed = (k != before).flatten(2).any(2) & ~(k.isnan() & before.isnan()).flatten(2).any(2)
     return {"case": name, "same": same, "changed": int(changed.sum()), "copied": batch * count}
 

@@ -1,5 +1,6 @@
 """Rows of K and V copied by index: how chunks are written, and how what they overwrite is set aside and put back."""
 
+import copy
 import json
 import os
 import subprocess
@@ -66,7 +67,19 @@ def test_rows_are_set_aside_in_one_launch_without_a_copy_between_on_a_device():
         rows.copy(*call)
         torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < 10 * 8 * 18_000  # indices alone; a layer's rows are 9 MB each
-    assert sum("_many_kernel" in event.name for event in profile.events()) == 1
+    assert sum("_layers_kernel" in event.name for event in profile.events()) == 1
+
+
+@pytest.mark.gpu
+def test_a_copy_of_a_cache_s_rows_copies_within_itself():
+    rows = LayerRows(2, (4, 4, 1, 8), torch.bfloat16, torch.device("cuda"))
+    rows.write([(0, 16)], torch.arange(16, device="cuda").bfloat16().view(1, 16, 1, 1).expand(4, 16, 1, 8))
+    other, before = copy.deepcopy(rows), rows.read([(0, 16)])
+    other.copy([(0, 2)], other, [(9, 2)])
+    assert torch.equal(rows.read([(0, 16)]), before) and other.read([(0, 2)])[:, :, 0, 0].tolist() == [[9, 10]] * 4
+    few = LayerRows(1, (4, 4, 1, 8), torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(ValueError, match="rows of 1 layers are copied to rows of 2"):
+        rows.copy([(0, 1)], few, [(2, 1)])
 
 
 def test_the_kernels_equal_plain_indexing_bit_for_bit():

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from visual_gen import Attention
 from visual_gen.modules.norms import add_gated, inverse_rms, modulated_layer_norm
-from visual_gen.modules.qk_norm_rope import norm_and_rope
+from visual_gen.modules.qk_norm_rope import norm_and_rope, rotary_rows
 from visual_gen.modules.rope import RotaryTable
 
 ROWS, TOKENS, DIM = 2, 5, 24
@@ -77,3 +77,27 @@ def test_an_inverse_rms_is_finite_for_zeros_and_has_gradients():
     torch.testing.assert_close(out, torch.full((2, 1), 100.0))
     (gradient,) = torch.autograd.grad(out.sum(), x)
     assert gradient.isfinite().all()
+
+
+def test_rotary_rows_are_those_of_the_tokens():
+    rotary = RotaryTable(12, 8).grid(1, 1, TOKENS, "cpu")
+    parts = torch.view_as_real(rotary)
+    for given in (rotary, rotary[None], parts, parts[None], rotary.conj().conj()):
+        assert torch.equal(rotary_rows(given, ROWS, TOKENS), parts[:, 0])
+    each = torch.stack([rotary, rotary.conj()])
+    assert torch.equal(rotary_rows(each, ROWS, TOKENS), torch.view_as_real(each.resolve_conj()).flatten(0, 2))
+    assert rotary_rows(None, ROWS, TOKENS) is None
+    for wrong in (rotary[1:], rotary.expand(-1, 2, -1), each[:, :1], torch.cat([rotary, rotary]), each[[0, 1, 1]]):
+        with pytest.raises(ValueError, match=f"for {ROWS} rows of {TOKENS} tokens; expected"):
+            rotary_rows(wrong, ROWS, TOKENS)
+
+
+def test_forward_mode_gradients_are_not_lost(inputs):
+    from torch.autograd import forward_ad
+
+    device = inputs[0].device
+    qkv, tangent = torch.randn(2, ROWS, TOKENS, 3, 2, 12, device=device)
+    weight = torch.rand(2, 24, device=device)
+    with torch.no_grad(), forward_ad.dual_level():
+        q, k, _ = norm_and_rope(forward_ad.make_dual(qkv, tangent), weight, None, 1e-6)
+        assert all(forward_ad.unpack_dual(x).tangent is not None for x in (q, k))

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from visual_gen.config import CausalConfig
-from visual_gen.models.wan import CausalWanTransformer
+from visual_gen.models.wan import CausalWanTransformer, WanTransformer
 from visual_gen.pipelines.rollout import rollout_latents
 from visual_gen.pipelines.text import TextRows
 
@@ -68,6 +68,29 @@ def test_a_rollout_is_as_close_to_fp32_as_sdpa_in_bf16(flash_kernel, make_gpu_mo
     plain = (run("sdpa", torch.bfloat16) - exact).square().mean().sqrt()
     error = (run(flash_kernel, torch.bfloat16) - exact).square().mean().sqrt()
     assert error <= 2 * plain and plain > 0
+
+
+@torch.no_grad()
+def test_q_and_k_are_normalised_and_turned_in_the_pass_that_writes(
+    monkeypatch, make_gpu_model, make_paged, write_text
+):
+    from attention_backend import qk_norm_rope_triton
+
+    cached, norm_rope = [], qk_norm_rope_triton.norm_rope
+
+    def counting(*args):
+        cached.append(len(args) == 5 and args[4] is not None)
+        return norm_rope(*args)
+
+    monkeypatch.setattr(qk_norm_rope_triton, "norm_rope", counting)
+    model = make_gpu_model("sdpa", torch.bfloat16)
+    Pair(model, make_paged, write_text, "extent").step([0, 1], 0)
+    assert cached == [True] * 2 * model.config.num_layers
+    cached.clear()
+    whole = WanTransformer(model.config, dtype=torch.bfloat16, device="cuda")
+    text = noise(2, 7, model.config.text_dim).bfloat16()
+    whole(noise(2, C, 2, H, W), torch.zeros(2, device="cuda"), text)
+    assert cached == [False] * model.config.num_layers
 
 
 @torch.no_grad()

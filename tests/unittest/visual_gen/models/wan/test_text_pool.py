@@ -88,6 +88,23 @@ def test_the_bits_of_a_prompt_do_not_depend_on_slot_or_neighbours(make_model):
     assert all(map(torch.equal, slot_rows(alone, 0), slot_rows(full, 1)))
 
 
+def test_k_v_of_another_form_are_refused(make_model):
+    pool = make_model().new_text_pool(2, L)
+    good = [torch.ones(3, 2, 12)] * 3
+    for keys, values, says in [
+        (good[:1], good[:1], "1 and 1 layers.*expected 3 layers of"),
+        (good, good[:2], "3 and 2 layers"),
+        ([x.double() for x in good], good, "float64"),
+        ([x[:, :1] for x in good], good, r"\(3, 1, 12, torch.float32\)"),
+        (good, [x[:2] for x in good], r"\(2, 2, 12, torch.float32\)"),
+        ([], [], "0 and 0 layers"),
+        ([x[:0] for x in good], [x[:0] for x in good], r"expected 3 layers of \(0,"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            pool.write(0, keys, values, repeats=2)
+    assert not any(x.any() for x in (*pool.keys, *pool.values))
+
+
 def test_what_is_refused_before_anything_is_written(make_model, make_text):
     model = make_model()
     pool, text = model.new_text_pool(2, L), prompt(model)
@@ -118,17 +135,18 @@ def test_what_is_refused_before_anything_is_written(make_model, make_text):
     assert not any(x.any() for x in (*pool.keys, *pool.values))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_k_v_that_are_not_finite_are_refused_and_the_old_text_still_serves(make_model, dtype, bad):
-    model = make_model(dtype=dtype)
+def test_k_v_that_are_not_finite_are_refused_and_the_old_text_still_serves(make_model, device, dtype, bad):
+    model = make_model(dtype=dtype).to(device)
     pool = model.new_text_pool(2, L)
-    model.write_text(pool, 1, prompt(model), 3)
+    model.write_text(pool, 1, prompt(model).to(device), 3)
     before = [x.clone() for x in slot_rows(pool, 1)]
 
     def refused(text):
         with pytest.raises(ValueError, match="slot 1 hold NaN or infinity: the encoder's output is damaged"):
-            model.write_text(pool, 1, text, 6)
+            model.write_text(pool, 1, text.to(device), 6)
         assert all(map(torch.equal, slot_rows(pool, 1), before))
 
     text = prompt(model, seed=1)
