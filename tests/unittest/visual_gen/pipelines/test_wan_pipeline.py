@@ -189,17 +189,18 @@ def test_flow_shift_overrides_the_folders(theirs):
 
 @pytest.mark.parametrize("cross_kv", ["padded", "packed", "packed_pad_exact"])
 def test_cross_modes_build_each_layout_once_for_a_whole_run(cross_kv):
-    exact = run(WanPipeline.from_pretrained("wan-shapes", progress=False), RED, 0, output_type="latent").frames
+    sizes = {"height": 96, "width": 96, "num_frames": 17, "output_type": "latent"}  # as the checkpoint was trained
+    exact = run(WanPipeline.from_pretrained("wan-shapes", progress=False), RED, 0, **sizes).frames
     pipe = WanPipeline.from_pretrained("wan-shapes", attention={"cross_kv": cross_kv}, progress=False)
-    output = run(pipe, RED, 0, output_type="latent")
-    difference = (output.frames - exact).abs().max()
-    assert (difference > 0.01) if cross_kv == "packed" else (difference < 1e-3)
+    output = run(pipe, RED, 0, **sizes)
+    difference = (output.frames - exact).norm() / exact.norm()
+    assert (difference > 1e-3) if cross_kv == "packed" else (difference < 1e-5)
     assert output.record.cross_kv == cross_kv
     assert output.record.cross_kv_formulations == ["merge" if cross_kv == "packed_pad_exact" else cross_kv]
     assert output.record.attention.keys() == {"self", "cross_text"}
     counts = output.record.metadata
     assert counts["builds"] == counts["device_copies"] == (cross_kv != "padded")
-    assert run(pipe, RED, 1, output_type="latent").record.metadata["builds"] == 0  # the layout is known by then
+    assert run(pipe, RED, 1, **sizes).record.metadata["builds"] == 0  # the layout is known by then
 
 
 @pytest.mark.gpu
