@@ -197,6 +197,15 @@ class CausalConfig(_Section):
         """How many latent frames a stream may have, of a checkpoint whose rope_max_seq_len is checkpoint_end."""
         return self.rope_max_seq_len or checkpoint_end
 
+    def check_frames(self, latent_frames: int, checkpoint_end: int) -> None:
+        """Raises ConfigError on a stream of more frames than there are positions (see frames_end)."""
+        end = self.frames_end(checkpoint_end)
+        if latent_frames > end:
+            raise ConfigError(
+                f"the stream has {latent_frames} latent frames and the model knows {end} positions: ask for fewer "
+                "chunks, or set causal.rope_max_seq_len to more"
+            )
+
     @property
     def max_chunk_frames(self) -> int:
         return max(self.frames_per_chunk, self.first_chunk_frames or 0)

@@ -137,7 +137,7 @@ class Attention(nn.Module):
             if cache is not None and block_mask is not None:
                 raise ValueError("a cache and a block_mask both say what is visible: give one of them")
             if rotary is not None and not torch.compiler.is_compiling():
-                check_rotary(rotary, self.head_dim)
+                check_rotary(rotary, *x.shape[:2], self.head_dim)
             qkv = self.project_qkv(x)
             if cache is not None:
                 out = self._attend_cache(qkv, rotary, cache)
@@ -165,7 +165,7 @@ class Attention(nn.Module):
         if self.cached is None:
             raise ValueError("this site was given no CachedAttention: set cached = CachedAttention(backend)")
         if qkv.is_cuda and isinstance(cache.slots, torch.Tensor):
-            rows = rotary_rows(rotary, *qkv.shape[:2])
+            rows = rotary_rows(rotary)
             out = self.cached.from_qkv(qkv.flatten(0, 1), self.qk_norm_weight, rows, self.eps, cache)
         else:
             q, k, v = norm_and_rope(qkv, self.qk_norm_weight, rotary, self.eps)

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from visual_gen.modules.norms import in_fp32, inverse_rms
-from visual_gen.modules.rope import apply_rotary
+from visual_gen.modules.rope import apply_rotary, check_rotary
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -23,12 +23,14 @@ def norm_and_rope(
     On a CUDA device with Triton one kernel, where nothing is compiled, and no gradient asked for.
     """
     v = qkv[:, :, 2]
+    if rotary is not None and not torch.compiler.is_compiling():
+        check_rotary(rotary, *qkv.shape[:2], qkv.shape[-1])
     if qkv.is_cuda and qkv.dtype in KERNEL_DTYPES and not torch.compiler.is_compiling() and _kernel_serves(
-        qkv, norm_weight
+        qkv, norm_weight, rotary
     ):  # fmt: skip
         from attention_backend.qk_norm_rope_triton import norm_rope
 
-        q, k = norm_rope(qkv.flatten(0, 1), norm_weight, rotary_rows(rotary, *qkv.shape[:2]), eps)
+        q, k = norm_rope(qkv.flatten(0, 1), norm_weight, rotary_rows(rotary), eps)
         return q.view(v.shape), k.view(v.shape), v
     qk, inverse = qkv[:, :, :2].flatten(3), None
     if norm_weight is not None:
@@ -43,25 +45,19 @@ def norm_and_rope(
     return q, k, v
 
 
-def rotary_rows(rotary: torch.Tensor | None, batch: int, tokens: int) -> torch.Tensor | None:
-    """rotary, complex [S, 1, D / 2] or [1 or B, S, 1, D / 2] or the parts of one, as fp32 [S or B · S, D / 2, 2].
-    ValueError on any other shape: a kernel takes rows of it by their number."""
+def rotary_rows(rotary: torch.Tensor | None) -> torch.Tensor | None:
+    """What check_rotary passes, as fp32 [S or B · S, D / 2, 2]: a kernel takes rows of it by their number."""
     if rotary is None:
         return None
     parts = torch.view_as_real(rotary.resolve_conj()) if rotary.is_complex() else rotary
-    if parts.shape[:-2] not in ((tokens, 1), (1, tokens, 1), (batch, tokens, 1)):
-        raise ValueError(
-            f"rotary has positions of shape {tuple(parts.shape[:-2])} for {batch} rows of {tokens} tokens; expected "
-            f"({tokens}, 1) or ({batch}, {tokens}, 1)"
-        )
     return parts.reshape(-1, *parts.shape[-2:]).float()
 
 
-def _kernel_serves(qkv: torch.Tensor, norm_weight: torch.Tensor | None) -> bool:
-    tensors = [x for x in (qkv, norm_weight) if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+def _kernel_serves(*tensors: torch.Tensor | None) -> bool:
+    given = [x for x in tensors if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return False
-    return _has_triton() and all(forward_ad.unpack_dual(x).tangent is None for x in tensors)
+    return _has_triton() and all(forward_ad.unpack_dual(x).tangent is None for x in given)
 
 
 @functools.cache

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+_ROTARY_FORM = (
+    "it must be complex [tokens, 1, head_dim / 2], e^(i·angle), as RotaryTable and torch.polar give, or the parts "
+    "[tokens, 1, head_dim / 2, 2] that torch.view_as_real gives of it; in front there may be a dimension for the rows"
+)
+
 
 class RotaryTable:
     """Angles of a video's tokens, e^(i·angle), built once for each grid and kept for the layers and steps.
@@ -100,19 +105,19 @@ class RotaryTable:
             return _turns(angles).to(device).clone()
 
 
-def check_rotary(rotary: torch.Tensor, head_dim: int) -> None:
-    """Raises ValueError unless rotary is complex, or the parts [..., head_dim / 2, 2] of such a tensor: other real
-    numbers would scale."""
-    if isinstance(rotary, torch.Tensor):
-        if rotary.is_complex() or (rotary.is_floating_point() and rotary.shape[-2:] == (head_dim // 2, 2)):
-            return
-        kind = rotary.dtype
-    else:
-        kind = f"a {type(rotary).__name__}"
-    raise ValueError(
-        f"rotary is {kind}; it must be complex, e^(i·angle), as RotaryTable and torch.polar give, or the parts "
-        f"[..., {head_dim // 2}, 2] that torch.view_as_real gives of it"
-    )
+def check_rotary(rotary: torch.Tensor, batch: int, tokens: int, head_dim: int) -> None:
+    """Raises ValueError unless rotary is complex [S, 1, D / 2] or [1 or B, S, 1, D / 2] for S tokens, or the real and
+    imaginary parts of such a tensor: other real numbers would scale, and a kernel takes rows by their number."""
+    if not isinstance(rotary, torch.Tensor):
+        raise ValueError(f"rotary is a {type(rotary).__name__}; {_ROTARY_FORM}")
+    tail = (head_dim // 2,) if rotary.is_complex() else (head_dim // 2, 2)
+    positions = ((tokens, 1), (1, tokens, 1), (batch, tokens, 1))
+    numbers = rotary.is_complex() or rotary.is_floating_point()
+    if not numbers or head_dim % 2 or tuple(rotary.shape) not in [(*some, *tail) for some in positions]:
+        raise ValueError(
+            f"rotary is {rotary.dtype} of shape {tuple(rotary.shape)} for {batch} rows of {tokens} tokens and head_dim "
+            f"{head_dim}; {_ROTARY_FORM}"
+        )
 
 
 def _turns(angles: torch.Tensor) -> torch.Tensor:

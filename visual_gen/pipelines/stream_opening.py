@@ -41,12 +41,7 @@ def check_streams(
     folder = resolve_folder(folder_or_id, files=CONFIG_FILES)
     wan = read_stream_folder(folder).wan
     Geometry.from_folder(folder).latent_shape(1, 1, height, width)
-    end = causal.frames_end(wan.rope_max_seq_len)
-    if latent_frames > end:
-        raise ValueError(
-            f"the stream has {latent_frames} latent frames and the model knows {end} positions: ask for fewer chunks, "
-            "or set causal.rope_max_seq_len to more"
-        )
+    causal.check_frames(latent_frames, wan.rope_max_seq_len)
     # Without memory for weights: it selects the backends, or says why one cannot serve this model here.
     CausalWanTransformer(wan, attention=attention, dtype=dtype, device=device, init_weights=False)
     tokenizer = open_tokenizer(folder)

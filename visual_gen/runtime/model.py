@@ -10,12 +10,15 @@ from pathlib import Path
 
 import torch
 
+from attention_backend import AttentionBackendError, check_backend_name
+from attention_backend.interface import ROLES
 from visual_gen.checkpoint import PACKAGED_CHECKPOINTS, CheckpointError, part_path, resolve_folder
-from visual_gen.config import ConfigError, RunConfig, check_stream_settings
+from visual_gen.config import ConfigError, RunConfig, StreamConfig, check_stream_settings
 from visual_gen.models.wan import WAN_PRESETS, WanConfig
 from visual_gen.models.wan.geometry import Geometry
 from visual_gen.models.wan.layouts import open_weights, read_index, tokenizer_folder
 from visual_gen.models.wan.task import Task, check_streamable
+from visual_gen.models.wan.text_pool import check_served
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,13 @@ def check_settings(model: Model, config: RunConfig) -> None:
     """Raise ValueError on settings that this model cannot follow: images that it does not take, what is for a second
     transformer where there is one, and of a stream what `visual-gen stream` refuses. That an image is missing is no
     error here: a plan needs none."""
+    _check_backend_names(config)
     if config.causal is not None or config.stream is not None:
         check_stream_settings(config)
         check_streamable(model.source, model.task, model.num_experts)
+        check_served(config.attention.cross_kv)
+        chunks = (config.stream or StreamConfig()).chunks
+        config.causal.check_frames(config.causal.frames_after(chunks), model.transformer.rope_max_seq_len)
     generation = config.generation
     model.task.refuse_unwanted(image=generation.image is not None, last_image=generation.last_image is not None)
     if model.num_experts > 1:
@@ -111,6 +118,16 @@ def check_settings(model: Model, config: RunConfig) -> None:
     for key, value in for_a_pair.items():
         if value is not None:
             raise ConfigError(f"{key} = {value!r}: is for a pair of transformers, and this model has one; leave it out")
+
+
+def _check_backend_names(config: RunConfig) -> None:
+    """Of all roles, as a name that exists nowhere is a mistake whether or not this plan looks at its backend."""
+    for role in ROLES:
+        name = getattr(config.attention, role)
+        try:
+            check_backend_name(name)
+        except AttentionBackendError as error:
+            raise ConfigError(f"attention.{role} = {name!r}: {error}") from None
 
 
 def _from_preset(preset: str) -> Model:

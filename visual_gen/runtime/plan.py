@@ -11,13 +11,11 @@ from typing import Any
 
 from attention_backend import (
     AUTO_ORDER,
-    AttentionBackendError,
     AttentionSpec,
     backend_classes,
-    check_backend_name,
 )
 from attention_backend.interface import ROLES
-from visual_gen.config import CROSS_KV_MODES, ConfigError, RunConfig
+from visual_gen.config import CROSS_KV_MODES, RunConfig
 from visual_gen.device import find_device
 from visual_gen.models.wan import CausalWanTransformer, WanConfig, WanTransformer
 from visual_gen.models.wan.lora_file import LoRAFile
@@ -89,7 +87,6 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
     """
     model = required_model(config)
     check_settings(model, config)
-    _check_backend_names(config)
     wan, generation, geometry, causal = model.transformer, config.generation, model.geometry, config.causal
     batch = max(1, len(generation.prompts))
     branches = 2 if generation.guidance_scale > 1 else 1
@@ -175,16 +172,6 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
         notes=_notes(model, config),
         stream=stream,
     )
-
-
-def _check_backend_names(config: RunConfig) -> None:
-    """Of all roles, as a name that exists nowhere is a mistake whether or not this plan looks at its backend."""
-    for role in ROLES:
-        name = getattr(config.attention, role)
-        try:
-            check_backend_name(name)
-        except AttentionBackendError as error:
-            raise ConfigError(f"attention.{role} = {name!r}: {error}") from None
 
 
 def _repeats_last_key(config: RunConfig, wan: WanConfig) -> bool:

@@ -197,6 +197,7 @@ def test_generate_refuses_causal_settings_and_names_the_way(file, capsys):
     [
         *("generation.num_frames=9", "generation.image=a.png", "generation.guidance_scale_2=null"),
         *("offload=experts", "lora=[{path: a.safetensors}]", "causal=null"),
+        *("attention.cross_kv=packed_pad_exact", "stream.chunks=100000", "causal.rope_max_seq_len=3"),
     ],
 )
 def test_all_commands_refuse_what_no_stream_follows_in_the_same_words(override, capsys):

@@ -71,6 +71,7 @@ class TextPool:
         """Bytes of all keys and values."""
         return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
 
+    @torch.no_grad()
     def write(self, slot: int, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], repeats: int = 0) -> None:
         """Fills a slot with what the layers' project_kv gave for one prompt: keys, values [n, H, D] of each layer, the
         last row standing there `repeats` times more.
@@ -83,10 +84,10 @@ class TextPool:
         self.check_room(slot, rows + repeats)
         found = {(len(x), *x.shape[1:], x.dtype) for x in (*keys, *values)}
         heads = (rows, *self.keys[0].shape[1:], self.keys[0].dtype)
-        if (len(keys), len(values)) != (len(self.keys),) * 2 or found != {heads} or repeats and not rows:
+        if (len(keys), len(values)) != (len(self.keys),) * 2 or found != {heads} or repeats < 0 or repeats > 0 == rows:
             raise ValueError(
                 f"keys and values are of {len(keys)} and {len(values)} layers, of rows, heads, head_dim and dtype "
-                f"{sorted(map(str, found))}; expected {len(self.keys)} layers of {heads}"
+                f"{sorted(map(str, found))}, repeats is {repeats}; expected {len(self.keys)} layers of {heads}"
             )
         new = torch.stack([*keys, *values])
         # The largest magnitude, which takes no memory to find, is NaN or infinity if any number is. No rows have none.

@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from visual_gen import Attention
 from visual_gen.modules.norms import add_gated, inverse_rms, modulated_layer_norm
-from visual_gen.modules.qk_norm_rope import norm_and_rope, rotary_rows
-from visual_gen.modules.rope import RotaryTable
+from visual_gen.modules.qk_norm_rope import norm_and_rope
+from visual_gen.modules.rope import RotaryTable, apply_rotary
 
 ROWS, TOKENS, DIM = 2, 5, 24
 
@@ -79,17 +79,36 @@ def test_an_inverse_rms_is_finite_for_zeros_and_has_gradients():
     assert gradient.isfinite().all()
 
 
-def test_rotary_rows_are_those_of_the_tokens():
-    rotary = RotaryTable(12, 8).grid(1, 1, TOKENS, "cpu")
-    parts = torch.view_as_real(rotary)
-    for given in (rotary, rotary[None], parts, parts[None], rotary.conj().conj()):
-        assert torch.equal(rotary_rows(given, ROWS, TOKENS), parts[:, 0])
+def test_a_rotary_of_another_shape_is_refused(inputs):
+    device = inputs[0].device
+    qkv, rotary = torch.randn(ROWS, TOKENS, 3, 2, 12, device=device), RotaryTable(12, 8).grid(1, 1, TOKENS, device)
     each = torch.stack([rotary, rotary.conj()])
-    assert torch.equal(rotary_rows(each, ROWS, TOKENS), torch.view_as_real(each.resolve_conj()).flatten(0, 2))
-    assert rotary_rows(None, ROWS, TOKENS) is None
-    for wrong in (rotary[1:], rotary.expand(-1, 2, -1), each[:, :1], torch.cat([rotary, rotary]), each[[0, 1, 1]]):
-        with pytest.raises(ValueError, match=f"for {ROWS} rows of {TOKENS} tokens; expected"):
-            rotary_rows(wrong, ROWS, TOKENS)
+    with torch.no_grad():
+        for good in (rotary, rotary[None], torch.view_as_real(rotary), rotary.conj(), each, torch.view_as_real(each)):
+            plain = apply_rotary(qkv[:, :, 0], good.resolve_conj())
+            torch.testing.assert_close(norm_and_rope(qkv, None, good, 1e-6)[0], plain, rtol=0, atol=1e-5)
+        for wrong in (
+            rotary[1:], rotary[:1], rotary.expand(-1, 2, -1), each[:, :1], torch.cat([rotary, rotary]), each[[0, 1, 1]],
+            rotary[..., :3], rotary[..., :1], torch.view_as_real(rotary)[..., :1], rotary[:, 0], rotary.real,
+            torch.ones(TOKENS, 1, 6, 2, dtype=torch.int64, device=device),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=rf"rotary is .* for {ROWS} rows of {TOKENS} tokens and head_dim 12;"):
+                norm_and_rope(qkv, None, wrong, 1e-6)
+        with pytest.raises(ValueError, match="rotary is a tuple; it must be complex"):
+            norm_and_rope(qkv, None, (rotary, rotary), 1e-6)
+
+
+@pytest.mark.parametrize("trained", ["qkv", "weight", "rotary"])
+def test_gradients_reach_whatever_wants_them(inputs, trained):
+    device = inputs[0].device
+    given = {
+        "qkv": torch.randn(ROWS, TOKENS, 3, 2, 12, device=device), "weight": torch.rand(2, 24, device=device),
+        "rotary": RotaryTable(12, 8).grid(1, 1, TOKENS, device),
+    }  # fmt: skip
+    given[trained].requires_grad_()
+    q, k, _ = norm_and_rope(*given.values(), 1e-6)
+    (q.sum() + k.square().sum()).backward()
+    assert given[trained].grad.abs().sum() > 0
 
 
 def test_forward_mode_gradients_are_not_lost(inputs):

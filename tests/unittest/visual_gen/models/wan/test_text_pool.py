@@ -88,6 +88,12 @@ def test_the_bits_of_a_prompt_do_not_depend_on_slot_or_neighbours(make_model):
     assert all(map(torch.equal, slot_rows(alone, 0), slot_rows(full, 1)))
 
 
+def test_k_v_with_gradients_leave_the_pool_without(make_model):
+    pool = make_model().new_text_pool(1, L)
+    pool.write(0, *([torch.ones(3, 2, 12, requires_grad=True)] * 3 for _ in "kv"))
+    assert pool.keys[0].sum() == 72 and not pool.keys[0].requires_grad
+
+
 def test_k_v_of_another_form_are_refused(make_model):
     pool = make_model().new_text_pool(2, L)
     good = [torch.ones(3, 2, 12)] * 3
@@ -102,6 +108,8 @@ def test_k_v_of_another_form_are_refused(make_model):
     ]:
         with pytest.raises(ValueError, match=says):
             pool.write(0, keys, values, repeats=2)
+    with pytest.raises(ValueError, match="repeats is -1"):
+        pool.write(0, good, good, repeats=-1)
     assert not any(x.any() for x in (*pool.keys, *pool.values))
 
 
