@@ -1,43 +1,45 @@
-"""Actions: tokens that one forward attends to and that are never kept. Run: python examples/act.py
+"""Actions: tokens that the frames of a chunk see, and that are never kept. Run: python examples/act.py
 
-One attention layer of random weights, so it shows the mechanism and makes no picture: two players of one world get the
-same frames and other actions. Each action changes its own frame, and leaves no trace in the KV cache.
+Two players begin in one world; one of them acts. The embedding of the actions is random and was never trained, nor was
+the layer that reads what comes out for them: an action changes the video a little, but it does not steer it yet. For
+that, both must be trained together with the model.
 """
 
+import sys
+
+import numpy as np
 import torch
 
-from attention_backend import AttentionSpec, select_backend
-from attention_backend.kv_cache import CachedAttention, Chunk, PagedKVCache
+from visual_gen import FrameStream, StreamEngine, load_config
+from visual_gen.runtime.video import VideoWriter
 
-FRAME_TOKENS, HEADS, HEAD_DIM, ACTIONS = 16, 4, 32, ["left", "right", "jump"]
+ACTIONS = ["left", "right", "jump"]
+engine = StreamEngine.from_pretrained(
+    sys.argv[1] if len(sys.argv) > 1 else "wan-shapes-causal",
+    causal=load_config("configs/wan_shapes_stream.yaml").causal,
+    height=96,
+    width=96,
+    max_sequence_length=64,
+    max_streams=2,
+    action_capacity=2,  # tokens that a stream may have beside those of its frames
+)
+hidden_size = engine.transformer.config.hidden_size
 torch.manual_seed(0)
-spec = AttentionSpec("self", HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
-attend = CachedAttention(select_backend("auto", spec))
-cache = PagedKVCache(
-    1, HEADS, HEAD_DIM, FRAME_TOKENS, num_blocks=64, backend=attend.backend, dtype=torch.float32, device="cpu",
-    action_capacity=1, max_frames=4,
-)  # fmt: skip
-to_qkv = torch.nn.Linear(HEADS * HEAD_DIM, 3 * HEADS * HEAD_DIM).requires_grad_(False)
-action_tokens = torch.randn(len(ACTIONS), HEADS * HEAD_DIM)
+embed, to_reward = torch.nn.Embedding(len(ACTIONS), hidden_size), torch.nn.Linear(hidden_size, 1)
 
-
-def forward(chunk: Chunk, frame: torch.Tensor, action: str | None = None) -> torch.Tensor:
-    """What the frame's tokens [FRAME_TOKENS, …] take from all that the chunk sees, its action included."""
-    tokens = frame if action is None else torch.cat([frame, action_tokens[[ACTIONS.index(action)]]])
-    q, k, v = to_qkv(tokens).view(-1, 3, HEADS, HEAD_DIM).unbind(1)
-    batch = cache.batch([chunk], extra_tokens=[len(tokens) - FRAME_TOKENS])
-    return attend(q.contiguous(), k.contiguous(), v.contiguous(), batch.layer(0))[:FRAME_TOKENS]
-
-
-players = [cache.open_session(recent_frames=4, max_chunk_frames=1) for _ in range(2)]
-for number, actions in enumerate([("left", "left"), ("left", "jump"), ("right", "right"), (None, None)]):
-    frame, seen = torch.randn(FRAME_TOKENS, HEADS * HEAD_DIM), []
-    for player, action in zip(players, actions, strict=True):
-        with player.begin(1) as chunk:
-            seen.append(forward(chunk, frame, action))  # a denoising forward: the action steers it
-            forward(chunk, frame)  # the committing one: what is kept is the frame alone
-            chunk.commit()
-    difference = (seen[0] - seen[1]).abs().max().item()
-    print(f"frame {number}: {actions[0]} and {actions[1]}: the two differ by {difference:.2g}")
-for player in players:
-    player.close()
+prompt = "a red circle moving right on a navy background"
+idle, player = (FrameStream(engine, engine.open(prompt, seed=0), engine.vae) for _ in range(2))
+with VideoWriter("outputs/act-idle.mp4", fps=16) as idle_video, VideoWriter("outputs/act.mp4", fps=16) as video:
+    for actions in ([], ["left"], ["right", "jump"], []):
+        tokens = embed(torch.tensor([ACTIONS.index(action) for action in actions])) if actions else None
+        player.stream.set_extra(tokens)
+        engine.step(until="chunk")
+        # Of the chunk's last denoising forward: [branches, actions, hidden_size].
+        rewards = to_reward(player.stream.extra_output[0]).flatten().tolist() if actions else []
+        (theirs,), (frames,) = idle.take(), player.take()
+        idle_video.append(theirs)
+        video.append(frames)
+        difference = np.abs(frames.astype(int) - theirs).max()
+        told = ", ".join(f"{action} {reward:.2f}" for action, reward in zip(actions, rewards, strict=True))
+        print(f"rewards: {told or 'none'}; the videos differ by up to {difference} of 255")
+engine.close()

@@ -252,10 +252,15 @@ class LoRAConfig(_Section):
 
 class StreamConfig(_Section):
     """What `visual-gen stream` makes: so many chunks of each prompt. `recache` is what a prompt switch does to what the
-    model still sees of the chunks before: "none" leaves it, "window" computes it again under the new prompt."""
+    model still sees of the chunks before: "none" leaves it, "window" computes it again under the new prompt.
+
+    `deterministic`: all forwards have one size and one read, so that a video's bits do not depend on which of the
+    others are still being made.
+    """
 
     chunks: PositiveInt = 20
     recache: Recache = "none"
+    deterministic: bool = False
 
 
 class OutputConfig(_Section):

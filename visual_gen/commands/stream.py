@@ -88,7 +88,7 @@ def open_videos(request: StreamRequest) -> tuple[StreamEngine, list[StreamVideo]
         attention=config.attention, height=generation.height, width=generation.width, compile=config.compile,
         max_sequence_length=generation.max_sequence_length, guidance_scale=generation.guidance_scale,
         max_streams=count + bool(recached),  # a window is computed anew beside the old one
-        batch_rows=count * (2 if generation.guidance_scale > 1 else 1),
+        batch_rows=count * (2 if generation.guidance_scale > 1 else 1), deterministic=request.stream.deterministic,
     )  # fmt: skip
     return engine, [StreamVideo(engine, request, index) for index in range(count)]
 

@@ -67,6 +67,7 @@ def _run_streams(config: RunConfig, planned: Plan, transformer: CausalWanTransfo
     engine = StreamEngine(
         transformer, planned.latent_shape[-2:], causal=config.causal, guidance_scale=generation.guidance_scale,
         max_streams=streams, batch_rows=streams * branches, text_len=generation.max_sequence_length,
+        deterministic=config.stream is not None and config.stream.deterministic,
     )  # fmt: skip
     try:
         for seed in range(streams):

@@ -140,6 +140,17 @@ def test_720p_queries_over_a_long_and_a_short_prompt(flash_kernel, check_sequenc
             check_sequence(f"sequence {b} heads {some}", *part, scale, False, out[b][:, some], lse_b)
 
 
+@pytest.mark.parametrize("flash_kernel", ["flash_attn4"], indirect=True)
+@pytest.mark.parametrize("block_size", [16, 64, 104])
+@pytest.mark.parametrize("form", ["paged", "paged_q"])
+def test_slots_past_a_length_may_hold_nan_in_pages_of_any_size_but_the_key_tiles(
+    make_gpu_case, check_case, form, block_size
+):
+    """FA3 tolerates it in pages of any size: see its own tests."""
+    q_lens = [300, 20, 150] if form == "paged_q" else [300] * 3
+    check_case(make_gpu_case(form, q_lens, [500, 5, 129], block_size=block_size, poison=float("nan")))
+
+
 VIEWS = {
     "fused QKV": lambda x: torch.stack([torch.zeros_like(x), x, torch.ones_like(x)], dim=2)[:, :, 1],
     "heads outside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),

@@ -189,6 +189,7 @@ def test_a_setting_reaches_the_video(stream, tmp_path, setting, changed):
         ("causal.recent_frames", "6", "causal"),
         ("dtype", "bfloat16", "dtype"),
         ("attention.cross_text", "sdpa", "attention"),
+        ("stream.deterministic", "true", "deterministic"),
     ],
 )
 def test_a_setting_reaches_the_engine(stream, monkeypatch, key, value, name):
@@ -426,6 +427,25 @@ def test_a_stream_whose_frames_fail_ends_alone_and_keeps_what_it_had(stream, tmp
     assert (len(pixels(tmp_path / "out-0.mp4")), len(pixels(tmp_path / "out-1.mp4"))) == (13, 21)
     assert report["timeline"]["used_blocks"][-1] < report["run"]["peak_blocks"] or len(report["timeline"]["rows"]) == 9
     assert "chunk 2: broken convolution" in (tmp_path / "out.report.html").read_text()
+
+
+def test_deterministic_keeps_a_videos_bits_when_another_ends(stream, tmp_path, monkeypatch):
+    arguments = ["--sessions", "2", "--set", "stream.deterministic=true", "--set", "generation.guidance_scale=1.0"]
+    assert stream(*arguments) == 0
+    together = pixels(tmp_path / "out-1.mp4")
+    decode, decoders = FrameDecoder.decode, []
+
+    def failing(self, latents):
+        decoders.extend([self] if self not in decoders else [])
+        if self is decoders[0]:
+            raise RuntimeError("broken convolution")
+        return decode(self, latents)
+
+    monkeypatch.setattr(FrameDecoder, "decode", failing)
+    assert stream(*arguments) == 1
+    timeline = report_of(tmp_path)["timeline"]
+    assert list(zip(timeline["rows"], timeline["pad_rows"], strict=True)) == [(2, 0)] * 3 + [(1, 1)] * 6
+    assert np.array_equal(pixels(tmp_path / "out-1.mp4"), together)
 
 
 def test_a_switch_that_fails_costs_its_video_alone(stream, tmp_path, monkeypatch, capsys):

@@ -108,6 +108,38 @@ def test_a_row_has_the_bits_of_its_run_in_other_company(flash_kernel, make_gpu_m
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("read", READS)
+def test_an_exception_inside_a_commit_leaves_the_sessions_as_they_were(
+    monkeypatch, flash_kernel, make_gpu_model, make_paged, write_text, read
+):
+    """P11: raised by the second layer of the committing forward, after the first has written; the windows slide."""
+    model = make_gpu_model(flash_kernel)
+    clean, hurt = (Pair(model, make_paged, write_text, read) for _ in range(2))
+    for i in range(4):
+        assert torch.equal(clean.step([0, 1], i), hurt.step([0, 1], i))
+    before, free = [session.snapshot() for session in hurt.sessions], hurt.cache.free_blocks
+    site, raises = model.blocks[1].self_attn, iter((False, True))  # the denoising forward goes through
+    project_qkv = type(site).project_qkv
+
+    def boom(self, *args):
+        if self is site and next(raises):
+            raise RuntimeError("layer 1")
+        return project_qkv(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="layer 1"):
+        patch.setattr(type(site), "project_qkv", boom)
+        hurt.step([0, 1], 4)
+    for session in hurt.sessions:
+        session.chunk.abort()
+    assert hurt.cache.free_blocks == free
+    for was, session in zip(before, hurt.sessions, strict=True):
+        now = session.snapshot()
+        assert now.frames == was.frames and torch.equal(now.windows[0], was.windows[0])
+    for i in (4, 5):
+        assert torch.equal(clean.step([0, 1], i), hurt.step([0, 1], i))
+
+
+@torch.no_grad()
 def test_gemms_of_few_rows_do_not_depend_on_what_the_other_rows_hold(make_gpu_model):
     model = make_gpu_model("sdpa")
     for rows in range(1, 17):

@@ -40,10 +40,10 @@ def tiny(model):
     """The functions above, and engine(**changes of the settings and of the engine); closed at the end, all free."""
     engines = []
 
-    def engine(**options):
+    def engine(size=SIZE, **options):
         settings = {name: options.pop(name) for name in list(options) if name in CausalConfig.model_fields}
         given = {"causal": FEW | settings, "encode": encode, "text_len": TEXT_LEN, "max_streams": 3}
-        made = StreamEngine(model, SIZE, **(given | options))
+        made = StreamEngine(model, size, **(given | options))
         engines.append((made, made.cache.free_blocks))
         return made
 
@@ -65,11 +65,12 @@ def take(stream, latents=None):
 
 def run(engine, chunks, streams=None):
     """Steps the streams, one forward at a time, until each has finished so many chunks in all; for each the latents
-    that were not taken before."""
+    that were not taken before. A chunk that fails is an error: it would be tried again without end."""
     streams = streams or list(engine.streams)
     parts = {stream: stream.take_latents() for stream in streams}
     while left := [stream for stream in streams if stream.chunk_index < chunks]:
-        engine.step(left)
+        for event in engine.step(left):
+            assert event.error is None, f"chunk {event.chunk_index} of stream {event.stream.id}: {event.error}"
         for stream in streams:
             parts[stream] += stream.take_latents()
     return [torch.cat(parts[stream], dim=2) for stream in streams]

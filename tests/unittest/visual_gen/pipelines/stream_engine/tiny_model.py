@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 
@@ -38,18 +39,23 @@ def encode(prompt):
     return text(min(len(prompt.split()) + 1, TEXT_LEN), sum(prompt.encode()))
 
 
-def cache_for(model, settings, frame_tokens, branches=1) -> PagedKVCache:
+def cache_for(model, settings, frame_tokens, branches=1, action_capacity=0) -> PagedKVCache:
     """With room for one stream of an engine."""
-    options = EngineOptions(max_streams=1, guidance_scale=float(branches))
+    options = EngineOptions(max_streams=1, guidance_scale=float(branches), action_capacity=action_capacity)
     return engine_cache(model, settings, frame_tokens, options, pads=0)
 
 
-def by_hand(model, prompts, seed=0, scale=None, negative=None, steps=None, given=None, **changes):
-    """Latents [1, C, F, H, W] of a stream whose chunk i is made with prompts[i] (a text), steps[i] where given, behind
-    given frames [C, F, H, W] committed one by one under the first prompt. seed: or a generator."""
+def by_hand(
+    model, prompts, seed=0, scale=None, negative=None, steps=None, given=None, extra=None, size=SIZE, **changes
+):
+    """Latents [1, C, F, H, W] of a stream whose chunk i is made with prompts[i] (a text), steps[i] and the forward-only
+    tokens extra[i] where given, behind given frames [C, F, H, W] committed one by one under the first prompt. seed: or
+    a generator. size: (H, W)."""
     settings = CausalConfig(**(FEW | changes))
-    rows = 1 if negative is None else 2
-    cache, generator = cache_for(model, settings, S, branches=rows), seed
+    rows, extra = 1 if negative is None else 2, extra or [None] * len(prompts)
+    most = max(0 if tokens is None else len(tokens) for tokens in extra)
+    tokens_of_frame = math.prod(size) // math.prod(CONFIG.patch_size)
+    cache, generator = cache_for(model, settings, tokens_of_frame, branches=rows, action_capacity=most), seed
     if not isinstance(seed, torch.Generator):
         generator = seeded(seed)
     session = cache.open_session(
@@ -70,9 +76,14 @@ def by_hand(model, prompts, seed=0, scale=None, negative=None, steps=None, given
         hidden, lens = torch.cat([t.hidden for t in texts]), [t.lens[0] for t in texts]
         kv = pooled(model.project_text(hidden, lens))
         with session.begin(frames) as chunk:
-            x = torch.randn(C, frames, *SIZE, generator=generator)
+            x = torch.randn(C, frames, *size, generator=generator)
             for t, following in itertools.zip_longest(own.timesteps, own.timesteps[1:]):
-                flow = model(x.expand(rows, *x.shape), torch.full((rows,), t), kv=cache.batch([chunk]), text_kv=kv)
+                call = (x.expand(rows, *x.shape), torch.full((rows,), t))
+                if extra[i] is None:
+                    flow = model(*call, kv=cache.batch([chunk]), text_kv=kv)
+                else:
+                    batch = cache.batch([chunk], extra_tokens=[len(extra[i])])
+                    flow, _ = model(*call, kv=batch, text_kv=kv, extra=[extra[i]] * rows)
                 flow = flow[0] if rows == 1 else flow[1] + scale * (flow[0] - flow[1])
                 x = x - t / 1000 * flow
                 if following is not None:
