@@ -63,6 +63,38 @@ def medians(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
     return {name: round(statistics.median(found[1:]), 4) for name, found in values.items()}
 
 
+class Spans:
+    """Milliseconds of calls by name, each between two events of the device, or by the host's clock for the CPU.
+
+    For calls of several kinds that take turns, so that all of them meet the device as warm, and at the same clock. The
+    device must be busy when they are launched: what it waits for the host is in a span.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device != "cpu"
+        self._spans: dict[str, list[tuple]] = {}
+
+    def __call__(self, name: str, call: Callable[[], object]) -> object:
+        start = self._now()
+        out = call()
+        self._spans.setdefault(name, []).append((start, self._now()))
+        return out
+
+    def milliseconds(self) -> dict[str, list[float]]:
+        """Of each call in order; waits for the device."""
+        if not self._cuda:
+            return {name: [1000 * (end - start) for start, end in some] for name, some in self._spans.items()}
+        torch.cuda.synchronize()
+        return {name: [start.elapsed_time(end) for start, end in some] for name, some in self._spans.items()}
+
+    def _now(self):
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 def relative(out: torch.Tensor, expected: torch.Tensor) -> float:
     """RMS difference over the RMS of what is expected, of the same shape.
 

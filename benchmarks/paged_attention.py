@@ -4,21 +4,22 @@
 
 Geometry of 1.3B at 480p in bf16: chunks of 3 latent frames of 1 560 tokens over 9 and 21 visible frames, of them 0 and
 3 sink, 1, 4 and 8 sessions, all with full windows or with windows of their own ("uneven"). All times of a point are
-medians of one run that interleaves its arms, for one attention site:
+medians of one run, for one attention site, by device events. Arms take turns, call by call: a device's clock follows
+what it did for the last milliseconds, by more than what is looked for here.
 
 - `BACKEND contiguous | extent | block_table`: the kernel alone, everything prepared, over a few layers' K/V in turn.
-- `BACKEND read`: the default read of a cache, over its tensors with its metadata in all layers, nothing written.
-- `BACKEND norm, RoPE, read`: the same with Q and K normalised and turned before, into tensors of their own: what a site
-  does without a cache.
-- `BACKEND chunk`: all that a cache does for a chunk: begin, forwards (batch, then norm and RoPE, write and attend in
-  every layer, from the product of Q, K and V), commit. The sessions' windows slide meanwhile, so what is overwritten is
-  set aside too. What it takes more than the arm before is what writing and metadata cost.
+- `BACKEND read`: the default read of a cache, over its tensors with its metadata, layer by layer, nothing written.
+- `BACKEND chunk`: all that a cache does for a chunk of 5 forwards over 10 layers: begin, forwards (batch, then norm and
+  RoPE, write and attend in every layer, from one projection of Q, K and V), commit. The sessions' windows slide
+  meanwhile, so what is overwritten is set aside too.
 - `BACKEND staged chunk`: the same with the staged read.
 
-All arms go through as many sites in a row, 10 layers of 5 forwards: how long a device is busy decides its clock.
+`write_and_metadata_ms` is what such a chunk takes more, for each site, than the same layers without a cache (Q and K
+normalised and turned into tensors of their own, then the read), which take turns with it forward by forward.
 `copied_by_bandwidth` is what the bytes alone of what a chunk copies (V; K and V that are set aside) take at 4.4 TB/s,
-over the read. `host_ms_per_forward` is what the host spends for a chunk of 30 layers outside the layers' operators, by
-forwards, launches included, without waiting for the device. --smoke runs everything at toy size on a CPU.
+over the read. `host_ms_per_forward` is what the host spends for a chunk outside the layers' operators, by forwards,
+launches included, without waiting for the device; `host_layers` says of how many layers. --smoke runs everything at toy
+size on a CPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import argparse
 import gc
 import itertools
 import json
+import random
 import statistics
 import sys
 import time
@@ -38,7 +40,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measure import medians, milliseconds, relative, save
+from measure import Spans, relative, save
 
 from attention_backend import AttentionBackend, AttentionMetadataState, AttentionSpec, select_backend
 from attention_backend.kv_cache import CachedAttention, Chunk, KVBatch, LayerKV, PagedKVCache, SessionGeometry
@@ -52,6 +54,7 @@ KERNEL_LAYERS = 3  # whose K/V a kernel alone reads in turn: no cache of the dev
 FORWARDS = 5  # of a chunk: four denoising, one committing
 UNEVEN = (1.0, 0.45, 0.15, 0.7)  # of the window, for each session in turn
 HOST_CHUNKS = 20
+SITES = 20  # calls of each kernel in a round
 BYTES_PER_MS = 4.4e9  # of device memory, read and written: the fastest pass that was measured on an H200
 EPS = 1e-6
 BACKENDS = ["paged_flash_attn3", "flash_attn4"]
@@ -152,15 +155,29 @@ class Streams:
         for _ in range(max(point.windows) // size.chunk_frames):
             self.chunk(self.site, forwards=1)
 
-    def chunk(self, attend: Site | None, forwards: int = FORWARDS) -> torch.Tensor | None:
+    def chunk(self, attend: Site | None, forwards: int = FORWARDS) -> None:
         """The next chunk of every session; without `attend` only what surrounds the layers' operators."""
         with ExitStack() as chunks:
             begun = self.begin(chunks)
             for _ in range(forwards):
-                out = self.forward(attend, self.cache.batch(begun))
+                self.forward(attend, self.cache.batch(begun))
             for chunk in begun:
                 chunk.commit()
-        return out
+
+    def chunk_beside(self, attend: Site, other: Callable[[], object]) -> tuple[float, float]:
+        """Milliseconds of a site in such a chunk, and in `other`, which goes through as many layers between its
+        forwards."""
+        spans = Spans(self.size.device)
+        other()  # until the chunk's first call is launched
+        with ExitStack() as chunks:
+            begun = spans("chunk", partial(self.begin, chunks))
+            for _ in range(FORWARDS):
+                spans("chunk", lambda: self.forward(attend, self.cache.batch(begun)))
+                spans("other", other)
+            for chunk in begun:
+                spans("chunk", chunk.commit)
+        ms = spans.milliseconds()
+        return tuple(sum(ms[name]) / (FORWARDS * self.layers) for name in ("chunk", "other"))
 
     def begin(self, chunks: ExitStack) -> list[Chunk]:
         return [chunks.enter_context(session.begin(self.size.chunk_frames)) for session in self.sessions]
@@ -258,7 +275,7 @@ def measure(size: Size, point: Point, backends: list[AttentionBackend], rounds: 
     with ExitStack() as stack:
         default, staged = (stack.enter_context(Streams(size, point, backends[0], read, size.layers))
                            for read in ("auto", "staged"))  # fmt: skip
-        host_ms["staged, of fewer layers"] = round(staged.host_ms(), 4)
+        host_ms["staged"] = round(staged.host_ms(), 4)
         sites = {backend.name: Site(size, backend, len(default.site.qkv)) for backend in backends[1:]}
         sites[first] = default.site
         with ExitStack() as chunks:
@@ -270,44 +287,37 @@ def measure(size: Size, point: Point, backends: list[AttentionBackend], rounds: 
             packed = visible_keys(layers[-KERNEL_LAYERS:])
         q, lens = default.site.norm_and_rope()[0], [window * size.frame_tokens for window in point.windows]
         kernel_layouts = layouts(size, lens, len(q) // len(lens), packed, default.cache.block_size)
-        count = size.layers * FORWARDS
 
-        def read(backend: AttentionBackend, site: Site | None = None) -> None:
-            for _ in range(FORWARDS):
-                for layer in layers:
-                    turned = q if site is None else site.norm_and_rope()[0]
-                    backend.forward(turned, *keys_of(layer), layer.metadata)
+        def without_cache(backend: AttentionBackend, site: Site) -> None:
+            for layer in layers:
+                backend.forward(site.norm_and_rope()[0], *keys_of(layer), layer.metadata)
 
-        def kernel(backend: AttentionBackend, layout: Layout) -> None:
-            for k, v in itertools.islice(itertools.cycle(layout.layers), count):
-                backend.forward(q, k, v, layout.metadata)
+        def forms() -> Iterator[tuple[str, AttentionBackend, list, AttentionMetadata]]:
+            for backend in backends:
+                for name, layout in kernel_layouts.items():
+                    yield f"{backend.name} {name}", backend, layout.layers, layout.metadata
+                yield f"{backend.name} read", backend, [keys_of(layer) for layer in layers], layers[0].metadata
 
-        kernels = {
-            f"{backend.name} {name}": (backend, layout)
-            for backend in backends
-            for name, layout in kernel_layouts.items()
-        }
-        last = {name: backend.forward(q, *layout.layers[-1], layout.metadata)
-                for name, (backend, layout) in kernels.items()}  # fmt: skip
+        last = {name: backend.forward(q, *pairs[-1], metadata) for name, backend, pairs, metadata in forms()}
         expected = last[f"{first} contiguous"]
         differences = {name: relative(found, expected) for name, found in last.items()}
         differences[f"{first} chunk"] = relative(out, expected)
         del out, last, expected
 
-        calls = {name: partial(kernel, *arguments) for name, arguments in kernels.items()}
-        calls |= {f"{backend.name} read": partial(read, backend) for backend in backends}
-        calls |= {f"{b.name} norm, RoPE, read": partial(read, b, sites[b.name]) for b in backends}
-        calls |= {f"{name} chunk": partial(default.chunk, site) for name, site in sites.items()}
-        calls[f"{first} staged chunk"] = partial(staged.chunk, staged.site)
-        busy = kernels[f"{first} contiguous"]
-
-        def by_site(call: Callable) -> float:
-            # Busy, as with the forward before, until the first call is there.
-            for _ in range(size.layers):
-                busy[0].forward(q, *busy[1].layers[0], busy[1].metadata)
-            return milliseconds(call, device=size.device) / count
-
-        ms = medians({name: partial(by_site, call) for name, call in calls.items()}, rounds)
+        arms = {name: (backend, itertools.cycle(pairs), metadata) for name, backend, pairs, metadata in forms()}
+        spans, order, written = Spans(size.device), random.Random(0), {}
+        for _ in range((rounds + 1) * SITES):
+            for name in order.sample(list(arms), len(arms)):
+                backend, pairs, metadata = arms[name]
+                spans(name, partial(backend.forward, q, *next(pairs), metadata))
+        found = spans.milliseconds()
+        ms = {name: statistics.median(found[name][SITES:]) for name in arms}
+        streams = [(f"{backend.name} chunk", default, backend) for backend in backends]
+        for name, cache, backend in [*streams, (f"{first} staged chunk", staged, backends[0])]:
+            site = sites[backend.name]
+            beside = [cache.chunk_beside(site, partial(without_cache, backend, site)) for _ in range(rounds + 1)][1:]
+            ms[name] = statistics.median(chunk for chunk, _ in beside)
+            written[name] = statistics.median(chunk - other for chunk, other in beside)
         rows = len(q) * (1 + 2 / FORWARDS)  # V in each forward, K and V that are set aside in each chunk
         copied_bytes = 2 * rows * size.heads * size.head_dim * size.dtype.itemsize  # read and written
         return {
@@ -315,9 +325,11 @@ def measure(size: Size, point: Point, backends: list[AttentionBackend], rounds: 
             "block_size": default.cache.block_size,
             "cache_bytes": default.cache.memory_bytes,
             "rms_difference": differences,
-            "median_ms": ms,
+            "median_ms": {name: round(found, 4) for name, found in ms.items()},
+            "write_and_metadata_ms": {name: round(found, 4) for name, found in written.items()},
             "copied_by_bandwidth": round(copied_bytes / BYTES_PER_MS / ms[f"{first} read"], 6),
             "host_ms_per_forward": host_ms,
+            "host_layers": {"auto": size.host_layers, "staged": size.layers},
         }
 
 
@@ -325,14 +337,13 @@ def goals(results: dict[str, dict], backends: list[str]) -> list[dict]:
     """What is to be reached and what was measured, for each backend; the first is the one that reads are held to."""
     found = []
     for point, result in results.items():
-        ms = result["median_ms"]
+        ms, written = result["median_ms"], result["write_and_metadata_ms"]
         for name in backends:
             reading = ms[f"{name} read"]
             found += [
                 (point, f"{name} read over {backends[0]} contiguous", reading / ms[f"{backends[0]} contiguous"] - 1),
-                (point, f"{name} write and metadata by attention",
-                 (ms[f"{name} chunk"] - ms[f"{name} norm, RoPE, read"]) / reading),
-            ]  # fmt: skip
+                (point, f"{name} write and metadata by attention", written[f"{name} chunk"] / reading),
+            ]
         found.append((point, "host ms a forward", result["host_ms_per_forward"]["auto"]))
     lines = []
     for point, what, value in found:

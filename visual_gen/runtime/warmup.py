@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -126,10 +127,13 @@ def _calls(
 
     if role == "self":
         qkv = zeros(batch, queries, 3)
-        yield "all keys", compiles, lambda: backend.forward(*qkv.unbind(2))
+        q, k, v = qkv.unbind(2)
         if device.type == "cuda":  # a kernel of this project, whatever the backend; so is the merge below
             weight, rotary = _norm_and_turns(qkv, queries)
-            yield "QK norm and RoPE", True, lambda: norm_and_rope(qkv, weight, rotary[:, None], wan.eps)[0]
+            turn = partial(norm_and_rope, qkv, weight, rotary[:, None], wan.eps)
+            yield "QK norm and RoPE", True, lambda: turn()[0]
+            q, k, v = turn()
+        yield "all keys", compiles, lambda: backend.forward(q, k, v)
         return
     text_length = generation.max_sequence_length
     mode = config.attention.cross_kv if role == "cross_text" else "padded"

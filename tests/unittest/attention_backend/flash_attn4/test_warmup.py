@@ -153,7 +153,8 @@ def test_what_was_warmed_up_is_not_compiled_again(monkeypatch, need_device_of):
     settings = ["dtype=bfloat16", "device=cuda", "attention.cross_kv=packed_pad_exact"]
     config = load_config(CONFIGS / "wan_shapes_t2v.yaml", [*settings, "generation.max_sequence_length=512"])
     found = warm_up(config)
-    assert [v.backend for v in found.variants] == ["flash_attn4"] * 4
+    assert [v.backend for v in found.variants] == ["flash_attn4"] * 5
+    assert [v.call for v in found.variants[:2]] == ["QK norm and RoPE", "all keys"]
     compile_kernel, compiled = cutlass.cute.compile, []
 
     def counting_compile(*args, **kwargs):
