@@ -13,8 +13,10 @@ One stream, with a window of 3 sink frames and the last 9, the chunk of 3 being 
                     out = attend(q, k, v, batch.layer(i))    # q, k, v [total_q, H, D]: writes k, v, then attends
             chunk.commit()
 
-A session forks (the blocks are held together until one of the two writes), rolls back, goes to host memory and back
-(snapshot, PagedKVCache.restore_session), and computes its window anew (recompute), for a prompt that changed.
+On a CUDA device attend.from_qkv takes one projection of q, k and v instead, and normalises and turns q and k in the
+pass that writes. A session forks (the blocks are held together until one of the two writes), rolls back, goes to host
+memory and back (snapshot, PagedKVCache.restore_session), and computes its window anew (recompute), for a prompt that
+changed.
 """
 
 from attention_backend.kv_cache.attend import CachedAttention

@@ -20,7 +20,7 @@ from visual_gen.pipelines.components import load_text_encoder, load_vae, open_to
 from visual_gen.pipelines.folder import read_stream_folder
 from visual_gen.pipelines.stream_options import EngineOptions
 from visual_gen.pipelines.text import TextRows, encode, tokenize
-from visual_gen.runtime.streams import stream_size
+from visual_gen.runtime.streams import pad_size, stream_size
 
 
 def engine_cache(
@@ -33,8 +33,7 @@ def engine_cache(
         settings, frame_tokens, backend, branches=branches, rollback_chunks=options.kept_chunks,
         action_capacity=options.action_capacity,
     )  # fmt: skip
-    pad_settings = settings.model_copy(update={"sink_frames": 0, "recent_frames": settings.max_chunk_frames})
-    pad = stream_size(pad_settings, frame_tokens, backend)
+    pad = pad_size(settings, frame_tokens, backend)
     sizes = {"num_blocks": 1 + options.max_streams * size.num_blocks + pads * pad.num_blocks}
     if options.memory_bytes is not None:
         sizes = {"memory_bytes": options.memory_bytes}

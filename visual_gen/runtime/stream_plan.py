@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attention_backend import AUTO_ORDER_OF_CACHES, AttentionBackend, backend_classes
 from visual_gen.config import RunConfig
 from visual_gen.models.wan import WanConfig
 from visual_gen.runtime.costs import activation_bytes, text_kv_bytes, text_write_bytes
 from visual_gen.runtime.model import Model
-from visual_gen.runtime.streams import TEXT_SLOTS, UNREAD_CHUNKS, stream_size
+from visual_gen.runtime.streams import TEXT_SLOTS, UNREAD_CHUNKS, pad_size, stream_size
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ def plan_stream(
     size = stream_size(settings, frame_tokens, backend, branches=branches, rollback_chunks=UNREAD_CHUNKS)
     chunk_tokens = settings.max_chunk_frames * frame_tokens
     kv_cache = size.num_bytes(wan, dtype)
+    if config.stream is not None and config.stream.deterministic:  # forwards of one size: each row may be filled up
+        pad = replace(pad_size(settings, frame_tokens, backend), staging_tokens=size.staging_tokens // branches)
+        kv_cache += branches * pad.num_bytes(wan, dtype)
     text = text_kv_bytes(wan, TEXT_SLOTS * generation.max_sequence_length, dtype)
     activations = stream_activation_bytes(config, wan, branches, chunk_tokens)
     each = kv_cache + text + activations

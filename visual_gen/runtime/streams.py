@@ -65,3 +65,11 @@ def stream_size(
     read = possible_reads(backend, settings.read, staging)[0]
     blocks = geometry.branch_blocks(size, run=read == "extent") + geometry.journal_blocks(size)
     return StreamSize(geometry, size, read, branches * blocks, branches * staging if read == "staged" else 0)
+
+
+def pad_size(
+    settings: CausalConfig, frame_tokens: int, backend: AttentionBackend | type[AttentionBackend]
+) -> StreamSize:
+    """Of a row that fills a forward and is no stream's: it sees its own chunk alone."""
+    alone = settings.model_copy(update={"sink_frames": 0, "recent_frames": settings.max_chunk_frames})
+    return stream_size(alone, frame_tokens, backend)
