@@ -23,7 +23,7 @@ demo: $(VENV)/base.stamp
 	$(BIN)/visual-gen generate --config configs/wan_shapes_t2v.yaml --prompt "$(DEMO_PROMPT)" --output outputs/demo.mp4
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -24,9 +24,9 @@ ALONE = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0", "CUDA_VISIBLE_DEVICES": 
 _calls = runpy.run_path(str(SCRIPT))
 CALLS, REFUSED = ([str(call) for call in _calls[name]] for name in ("CALLS", "REFUSED"))
 
-# A minute or two on two cores, all in the first test, so in one worker (--dist loadgroup) and once; several minutes
-# where other work shares the cores.
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("compile_only")]
+# A minute or two on two cores, all in the first test; once, where a file's tests stay in one worker (--dist loadfile);
+# several minutes where other work shares the cores.
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
