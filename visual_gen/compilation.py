@@ -20,18 +20,27 @@ def check_compile(compile: object, device: torch.device) -> None:
     if not compile:
         return
     if device.type == "cpu":
-        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-        if shutil.which(compiler) is None:
-            raise ValueError(
-                f"compile is true, and torch.compile on a CPU needs a C++ compiler, but there is no {compiler!r} here: "
-                "install one (apt-get install g++, say), name yours in the environment variable CXX, or leave compile "
-                "out"
-            )
+        if problem := cpu_problem():
+            raise ValueError(f"compile is true, and torch.compile on a CPU {problem}, or leave compile out")
     elif importlib.util.find_spec("triton") is None:
         raise ValueError(
             "compile is true, and torch.compile on a GPU needs Triton, which is not here: install torch's CUDA build, "
             "or leave compile out"
         )
+
+
+def cpu_problem() -> str | None:
+    """What torch.compile lacks on a CPU, with the way out; None if nothing."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return (
+            f"needs a C++ compiler, but there is no {compiler!r} here: install one (apt-get install g++, say), name "
+            "yours in the environment variable CXX"
+        )
+    torch_file = importlib.util.find_spec("torch").origin
+    if any(map(str.isspace, torch_file)):  # inductor hands it to the linker as it is
+        return f"cannot link a torch whose path has white space, as {torch_file} has: install it elsewhere"
+    return None
 
 
 class _Watch:

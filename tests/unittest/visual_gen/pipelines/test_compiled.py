@@ -1,7 +1,9 @@
 """`compile`: whole videos through compiled blocks, and how long compiling took."""
 
+import importlib.util
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,12 +113,26 @@ def test_a_machine_without_a_compiler_is_told_what_it_lacks(monkeypatch):
     assert load().transformer.blocks_compiled is False
 
 
+def test_a_torch_in_a_path_with_a_space_is_refused(monkeypatch):
+    find_spec = importlib.util.find_spec
+
+    def found(name, *rest):
+        return SimpleNamespace(origin="/some where/torch/__init__.py") if name == "torch" else find_spec(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    with pytest.raises(ValueError, match="path has white space, as /some where/torch/__init__.py has: install it"):
+        load(compile=True)
+
+
 @pytest.mark.filterwarnings("error:Torchinductor does not support code generation for complex")
 def test_inductor_gives_the_frames_that_no_compiler_gives():
-    """Or says that there is no compiler, where there is none."""
+    """Or says what is missing, where there is no compiler, or torch lies where a compiler does not find it."""
     torch._dynamo.reset()
-    if shutil.which(os.environ.get("CXX") or "g++") is None:
-        with pytest.raises(ValueError, match="needs a C\\+\\+ compiler"):
+    has_compiler = shutil.which(os.environ.get("CXX") or "g++") is not None
+    if not has_compiler or " " in torch.__file__:
+        missing = "a torch whose path has white space" if has_compiler else "needs a C\\+\\+ compiler"
+        with pytest.raises(ValueError, match=missing):
             load(compile=True)
         return
     settings = {"num_inference_steps": 1, "num_frames": 1, "guidance_scale": 1.0}
