@@ -2,7 +2,7 @@
 
 Two players begin in one world; one of them acts. The embedding of the actions is random and was never trained, nor was
 the layer that reads what comes out for them: an action changes the video a little, but it does not steer it yet. For
-that, both must be trained together with the model.
+that, both must be trained together with the model. A difference of 1 is rounding: tokens lie elsewhere in the batch.
 """
 
 import sys

@@ -302,6 +302,11 @@ class RunConfig(_Section):
 
         return getattr(torch, self.dtype)
 
+    @property
+    def counts_as_gpu(self) -> bool:
+        """Whether plans are for a GPU: also for "auto", as they are made on machines that have none, too."""
+        return self.device != "cpu"
+
     def torch_device(self) -> torch.device:
         """The device that `device` stands for on this machine. Raises ConfigError if it asks for an absent GPU."""
         try:

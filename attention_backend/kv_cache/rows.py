@@ -99,9 +99,13 @@ class LayerRows:
                 x.index_fill_(0, index, 0)
 
     def copy(self, segments: Sequence[Segment], source: LayerRows, source_segments: Sequence[Segment]) -> None:
-        """Rows of `source` to rows here, as many; both may be the same tensors, if no row is in both."""
+        """Rows of `source` to rows here, as many; both may be the same tensors, if no row is in both but
+        at the same place."""
         if not segments:
             return
+        found, own = ((len(x.layers), x._flat[0][0].nbytes, x._flat[0].dtype) for x in (source, self))
+        if found != own:
+            raise ValueError(f"rows of layers, bytes and dtype {found} are copied to rows of {own}; they must be alike")
         index, source_index = row_index([*segments, *source_segments], self.device).chunk(2)
         if self.device.type != "cuda":
             for x, other in zip(self._flat, source._flat, strict=True):
@@ -109,8 +113,6 @@ class LayerRows:
             return
         from attention_backend.kv_cache.copy_rows_triton import copy_rows_of_layers
 
-        if (len(source._flat), source._flat[0][0].nbytes) != (len(self._flat), self._flat[0][0].nbytes):
-            raise ValueError(f"rows of {len(source.layers)} layers are copied to rows of {len(self.layers)}, or others")
         with torch.cuda.device_of(index):  # one launch for all layers: before a chunk, the host is what takes the time
             copy_rows_of_layers(self._table(), source._table(), index, source_index, self._flat[0][0].nbytes)
 

@@ -107,7 +107,8 @@ class RotaryTable:
 
 def check_rotary(rotary: torch.Tensor, batch: int, tokens: int, head_dim: int) -> None:
     """Raises ValueError unless rotary is complex [S, 1, D / 2] or [1 or B, S, 1, D / 2] for S tokens, or the real and
-    imaginary parts of such a tensor: other real numbers would scale, and a kernel takes rows by their number."""
+    imaginary parts of such a tensor: other real numbers would scale, and a kernel takes rows by their number.
+    Not asked in what torch.compile traces."""
     if not isinstance(rotary, torch.Tensor):
         raise ValueError(f"rotary is a {type(rotary).__name__}; {_ROTARY_FORM}")
     tail = (head_dim // 2,) if rotary.is_complex() else (head_dim // 2, 2)

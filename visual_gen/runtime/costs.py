@@ -89,8 +89,8 @@ def text_kv_bytes(wan: WanConfig, rows: int, dtype: torch.dtype) -> int:
 
 
 def text_write_bytes(wan: WanConfig, length: int, dtype: torch.dtype) -> int:
-    """What a stream's text takes while it is projected: in all layers K and V and their product, and K/V once more, put
-    together to be checked and copied."""
+    """What a stream's text takes while it is projected: in all layers the product of K and V, whose V is a view of it,
+    the normed K, and K/V once more, put together to be checked and copied."""
     return 5 * text_kv_bytes(wan, length, dtype) // 2
 
 

@@ -96,8 +96,8 @@ def required_model(config: RunConfig) -> Model:
 
 def check_settings(model: Model, config: RunConfig) -> None:
     """Raise ValueError on settings that this model cannot follow: images that it does not take, what is for a second
-    transformer where there is one, and of a stream what `visual-gen stream` refuses. That an image is missing is no
-    error here: a plan needs none."""
+    transformer where there is one, backends that do not exist, and of a stream what `visual-gen stream` refuses. That
+    an image is missing is no error here: a plan needs none."""
     _check_backend_names(config)
     if config.causal is not None or config.stream is not None:
         check_stream_settings(config)
@@ -121,7 +121,7 @@ def check_settings(model: Model, config: RunConfig) -> None:
 
 
 def _check_backend_names(config: RunConfig) -> None:
-    """Of all roles, as a name that exists nowhere is a mistake whether or not this plan looks at its backend."""
+    """Of all roles, as a name that exists nowhere is a mistake whether or not a command looks at its backend."""
     for role in ROLES:
         name = getattr(config.attention, role)
         try:

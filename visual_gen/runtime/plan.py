@@ -132,7 +132,7 @@ def plan(config: RunConfig, text_lens: Sequence[int] | None = None, *, device_me
     # A first frame that is given has a timestep of its own; without one all tokens share theirs.
     per_token = model.timestep_per_token and generation.image is not None
     if causal is None:
-        activations = activation_bytes(wan, rows, most_tokens, dtype, per_token, on_gpu=config.device != "cpu")
+        activations = activation_bytes(wan, rows, most_tokens, dtype, per_token, on_gpu=config.counts_as_gpu)
     else:
         activations = stream_activation_bytes(config, wan, rows, most_tokens)
     parts = {"text_encoder": model.text_encoder, "vae": model.vae, "image_encoder": model.image_encoder}

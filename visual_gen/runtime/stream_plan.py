@@ -64,9 +64,9 @@ def plan_stream(
 
 def stream_activation_bytes(config: RunConfig, wan: WanConfig, rows: int, tokens: int) -> int:
     """What lives beside weights and caches: in a forward of so many rows of chunks, or while a text is projected."""
-    dtype, on_gpu = config.torch_dtype(), config.device != "cpu"
+    dtype = config.torch_dtype()
     text = text_write_bytes(wan, config.generation.max_sequence_length, dtype)
-    return max(activation_bytes(wan, rows, tokens, dtype, on_gpu=on_gpu), text)
+    return max(activation_bytes(wan, rows, tokens, dtype, on_gpu=config.counts_as_gpu), text)
 
 
 def _backend_class(config: RunConfig) -> type[AttentionBackend]:

@@ -34,7 +34,7 @@ QUERIES = 512
 @dataclass(frozen=True)
 class Variant:
     """One kind of call of one role, or of the blocks as a whole. seconds: of its first call, compilation included (of
-    blocks, that alone), None where its backend compiles nothing. Kinds that another role has compiled already take next
+    blocks, that alone), None where nothing is compiled. Kinds that another role has compiled already take next
     to none."""
 
     role: str

@@ -77,18 +77,20 @@ class TextPool:
         last row standing there `repeats` times more.
 
         Waits for the device once, to refuse a prompt whose K/V are not finite: a kernel's tiles reach into the next
-        slot, where NaN would spoil another session. Raises ValueError, before anything is written, on that and on a
-        text that does not fit.
+        slot, where NaN would spoil another session. Raises ValueError, before anything is written, on that, on another
+        number of layers, shape or dtype, and on a text that does not fit.
         """
         rows = len(keys[0]) if keys else 0
-        self.check_room(slot, rows + repeats)
         found = {(len(x), *x.shape[1:], x.dtype) for x in (*keys, *values)}
         heads = (rows, *self.keys[0].shape[1:], self.keys[0].dtype)
-        if (len(keys), len(values)) != (len(self.keys),) * 2 or found != {heads} or repeats < 0 or repeats > 0 == rows:
+        if (len(keys), len(values)) != (len(self.keys),) * 2 or found != {heads}:
             raise ValueError(
                 f"keys and values are of {len(keys)} and {len(values)} layers, of rows, heads, head_dim and dtype "
-                f"{sorted(map(str, found))}, repeats is {repeats}; expected {len(self.keys)} layers of {heads}"
+                f"{sorted(map(str, found))}; expected {len(self.keys)} layers of {heads}"
             )
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 0 or (repeats and not rows):
+            raise ValueError(f"repeats is {repeats!r} of {rows} rows; it must be an integer of at least 0, 0 of none")
+        self.check_room(slot, rows + repeats)
         new = torch.stack([*keys, *values])
         # The largest magnitude, which takes no memory to find, is NaN or infinity if any number is. No rows have none.
         if rows and not math.isfinite(torch.linalg.vector_norm(new, torch.inf)):

@@ -77,9 +77,18 @@ def test_a_copy_of_a_cache_s_rows_copies_within_itself():
     other, before = copy.deepcopy(rows), rows.read([(0, 16)])
     other.copy([(0, 2)], other, [(9, 2)])
     assert torch.equal(rows.read([(0, 16)]), before) and other.read([(0, 2)])[:, :, 0, 0].tolist() == [[9, 10]] * 4
-    few = LayerRows(1, (4, 4, 1, 8), torch.bfloat16, torch.device("cuda"))
-    with pytest.raises(ValueError, match="rows of 1 layers are copied to rows of 2"):
-        rows.copy([(0, 1)], few, [(2, 1)])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows_of_another_kind_are_refused_before_one_is_copied(device):
+    rows = LayerRows(2, (4, 4, 1, 8), torch.bfloat16, torch.device(device))
+    for layers, shape, dtype in [(1, 8, torch.bfloat16), (2, 4, torch.bfloat16), (2, 8, torch.float16)]:
+        other = LayerRows(layers, (4, 4, 1, shape), dtype, torch.device(device))
+        for x in (x for layer in other.layers for x in layer):
+            x.fill_(1)
+        with pytest.raises(ValueError, match=r"are copied to rows of \(2, 16, torch.bfloat16\); they must be alike"):
+            rows.copy([(0, 1)], other, [(2, 1)])
+    assert not rows.read([(0, 16)]).any()
 
 
 def test_the_kernels_equal_plain_indexing_bit_for_bit():
