@@ -172,9 +172,8 @@ def run_write_and_attend(
     role: str,
     softmax_scale: float,
 ) -> torch.Tensor:
-    batch = k_cache.shape[0] if form == "padded" else 1
-    k_rows, v_rows = (x.view(batch, -1, *x.shape[-2:]) for x in (k_cache, v_cache))
-    copy_rows(k_rows, v_rows, slots, k.unflatten(0, (batch, -1)), v.unflatten(0, (batch, -1)))
+    k_rows, v_rows = _rows(form, k_cache, v_cache)
+    copy_rows(k_rows, v_rows, slots, *(x.unflatten(0, (len(k_rows), -1)) for x in (k, v)))
     layout = (form, lens, places, max_seqlen_kv, cu_seqlens_q, max_seqlen_q)
     return _attend(q, k_cache, v_cache, layout, backend, role, softmax_scale)
 
@@ -199,11 +198,15 @@ def run_norm_rope_write_and_attend(
 ) -> torch.Tensor:
     from attention_backend.qk_norm_rope_triton import norm_rope
 
-    batch = k_cache.shape[0] if form == "padded" else 1
-    k_rows, v_rows = (x.view(batch, -1, *x.shape[-2:]) for x in (k_cache, v_cache))
-    q, _ = norm_rope(qkv, norm_weight, rotary, eps, (k_rows, v_rows, slots))
+    q, _ = norm_rope(qkv, norm_weight, rotary, eps, (*_rows(form, k_cache, v_cache), slots))
     layout = (form, lens, places, max_seqlen_kv, cu_seqlens_q, max_seqlen_q)
     return _attend(q, k_cache, v_cache, layout, backend, role, softmax_scale)
+
+
+def _rows(form: str, *caches: torch.Tensor) -> list[torch.Tensor]:
+    """Caches as [B, rows, Hkv, D], whose rows the slots count."""
+    batch = caches[0].shape[0] if form == "padded" else 1
+    return [x.view(batch, -1, *x.shape[-2:]) for x in caches]
 
 
 def _attend(q, k_cache, v_cache, layout: tuple, backend: str, role: str, softmax_scale: float) -> torch.Tensor:

@@ -33,7 +33,7 @@ def engine_cache(
         settings, frame_tokens, backend, branches=branches, rollback_chunks=options.kept_chunks,
         action_capacity=options.action_capacity,
     )  # fmt: skip
-    pad = pad_size(settings, frame_tokens, backend)
+    pad = pad_size(settings, size, backend)
     sizes = {"num_blocks": 1 + options.max_streams * size.num_blocks + pads * pad.num_blocks}
     if options.memory_bytes is not None:
         sizes = {"memory_bytes": options.memory_bytes}
@@ -41,7 +41,7 @@ def engine_cache(
         config.num_layers, config.num_attention_heads, config.attention_head_dim, frame_tokens, **sizes,
         block_size=size.block_size, read=size.read if options.deterministic else settings.read, backend=backend,
         dtype=transformer.dtype, device=transformer.device, action_capacity=options.action_capacity,
-        staging_tokens=(options.max_streams * branches + pads) * size.staging_tokens // branches,
+        staging_tokens=options.max_streams * size.staging_tokens + pads * pad.staging_tokens,
         attention_metadata_state=transformer.attention_metadata_state, max_frames=size.geometry.window_frames,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from attention_backend import AUTO_ORDER_OF_CACHES, AttentionBackend, backend_classes
 from visual_gen.config import RunConfig
@@ -43,8 +43,7 @@ def plan_stream(
     chunk_tokens = settings.max_chunk_frames * frame_tokens
     kv_cache = size.num_bytes(wan, dtype)
     if config.stream is not None and config.stream.deterministic:  # forwards of one size: each row may be filled up
-        pad = replace(pad_size(settings, frame_tokens, backend), staging_tokens=size.staging_tokens // branches)
-        kv_cache += branches * pad.num_bytes(wan, dtype)
+        kv_cache += branches * pad_size(settings, size, backend).num_bytes(wan, dtype)
     text = text_kv_bytes(wan, TEXT_SLOTS * generation.max_sequence_length, dtype)
     activations = stream_activation_bytes(config, wan, branches, chunk_tokens)
     each = kv_cache + text + activations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -68,8 +68,10 @@ def stream_size(
 
 
 def pad_size(
-    settings: CausalConfig, frame_tokens: int, backend: AttentionBackend | type[AttentionBackend]
+    settings: CausalConfig, stream: StreamSize, backend: AttentionBackend | type[AttentionBackend]
 ) -> StreamSize:
-    """Of a row that fills a forward and is no stream's: it sees its own chunk alone."""
+    """Of a row that fills a forward beside streams of that size: it sees its own chunk alone. Staged, each row has the
+    room of the largest."""
     alone = settings.model_copy(update={"sink_frames": 0, "recent_frames": settings.max_chunk_frames})
-    return stream_size(alone, frame_tokens, backend)
+    pad = stream_size(alone, stream.geometry.frame_tokens, backend)
+    return replace(pad, staging_tokens=stream.staging_tokens // stream.geometry.branches)

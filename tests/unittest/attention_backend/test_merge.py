@@ -1,9 +1,5 @@
 """Merging by log-sum-exp: any split of the keys, empty sides, and the pad rows of Wan's text."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +7,7 @@ import torch
 
 from attention_backend import AttentionMetadataState, AttentionSpec, merge_attention, merge_pad_rows, select_backend
 from attention_backend.merge import merge_pad_rows_
+from tests.unittest.attention_backend.interpreted import interpreted
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -219,14 +216,7 @@ def test_one_compiled_graph_merges_every_layout():
 
 
 def test_the_fused_pass_equals_attention_over_all_rows():
-    """Triton's kernel in its interpreter, in a process of its own: the mode is fixed when triton is imported."""
-    script, repository = Path(__file__).with_name("interpret_merge_pad_rows.py"), Path(__file__).parents[3]
-    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(repository)}
-    child = subprocess.run(
-        [sys.executable, str(script)], cwd=repository, env=os.environ | environment, capture_output=True, text=True
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    lines = [json.loads(line) for line in child.stdout.splitlines()]
+    lines = interpreted(Path(__file__).with_name("interpret_merge_pad_rows.py"))
     assert len(lines) == 9
     for line in lines:
         assert line["error"] <= max(1e-5, 2 * line["plain_error"]) and line["untouched"], line

@@ -1,9 +1,5 @@
 """The kernel that normalises and turns Q and K, and writes K and V into a cache, against fp64."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,19 +7,13 @@ import torch
 
 from attention_backend import AttentionBackendError, AttentionSpec, select_backend
 from attention_backend.kv_cache import CachedAttention, KVCacheError, LayerKV, attend
+from tests.unittest.attention_backend.interpreted import interpreted
 from tests.unittest.attention_backend.kv_cache.test_attend import FORMS, call
 from tests.unittest.attention_backend.qk_norm_rope_oracle import inputs, oracle, units
 
 
 def test_the_kernel_is_as_good_as_its_rounding():
-    """Triton's kernel in its interpreter, in a process of its own: the mode is fixed when triton is imported."""
-    script, repository = Path(__file__).with_name("interpret_qk_norm_rope.py"), Path(__file__).parents[3]
-    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(repository)}
-    child = subprocess.run(
-        [sys.executable, str(script)], cwd=repository, env=os.environ | environment, capture_output=True, text=True
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    lines = [json.loads(line) for line in child.stdout.splitlines()]
+    lines = interpreted(Path(__file__).with_name("interpret_qk_norm_rope.py"))
     assert len(lines) == 7
     for line in lines:
         bound = 2 if line["case"].startswith(("bf16", "one")) else 1  # the interpreter cuts bf16 off, devices round

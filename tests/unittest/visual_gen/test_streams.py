@@ -15,7 +15,7 @@ from visual_gen.pipelines.stream_loading import engine_cache
 from visual_gen.pipelines.stream_options import EngineOptions
 from visual_gen.runtime.costs import activation_bytes, flops, text_write_bytes
 from visual_gen.runtime.plan import plan
-from visual_gen.runtime.streams import pad_size
+from visual_gen.runtime.streams import pad_size, stream_size
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = {"frames_per_chunk": 2, "recent_frames": 4}
@@ -72,7 +72,7 @@ def test_the_bytes_are_those_of_the_cache_that_a_stream_makes(planned, changes, 
         sink_frames=settings.sink_frames, recent_frames=settings.recent_frames, branches=options.branches,
         max_chunk_frames=settings.max_chunk_frames, rollback_chunks=options.kept_chunks,
     ) as session, session.begin(1) as chunk:  # fmt: skip
-        pad_blocks = pads * pad_size(settings, 36, cache.backend).num_blocks
+        pad_blocks = pads * pad_size(settings, stream_size(settings, 36, cache.backend), cache.backend).num_blocks
         assert cache.free_blocks == pad_blocks
         assert found.read == cache.batch([chunk]).read == settings.read.replace("auto", "extent")
 

@@ -1,16 +1,13 @@
 """Rows of K and V copied by index: how chunks are written, and how what they overwrite is set aside and put back."""
 
 import copy
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from attention_backend.kv_cache.rows import LayerRows, copy_rows
+from tests.unittest.attention_backend.interpreted import interpreted
 
 
 def rand(*shape, dtype=torch.bfloat16, device="cpu"):
@@ -92,14 +89,7 @@ def test_rows_of_another_kind_are_refused_before_one_is_copied(device):
 
 
 def test_the_kernels_equal_plain_indexing_bit_for_bit():
-    """Triton's kernels in its interpreter, in a process of its own: the mode is fixed when triton is imported."""
-    script, repository = Path(__file__).with_name("interpret_copy_rows.py"), Path(__file__).parents[4]
-    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(repository)}
-    child = subprocess.run(
-        [sys.executable, str(script)], cwd=repository, env=os.environ | environment, capture_output=True, text=True
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    lines = [json.loads(line) for line in child.stdout.splitlines()]
+    lines = interpreted(Path(__file__).with_name("interpret_copy_rows.py"))
     assert len(lines) == 10
     for line in lines:
         assert line["same"] and line["changed"] == line["copied"], line
