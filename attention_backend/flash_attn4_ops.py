@@ -128,7 +128,7 @@ def _varlen(q, k, v, softmax_scale: float, causal: bool, return_lse: bool, **opt
     return out_and_lse(q, result, return_lse, "flash_attn.cute")
 
 
-def _operator(run) -> torch.library.CustomOpDef:
+def _operator(run) -> torch._ops.OpOverload:
     return inference_operator(run.__name__.replace("run", "flash_attn4"), run)
 
 

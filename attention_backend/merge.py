@@ -6,6 +6,7 @@ from itertools import groupby
 
 import torch
 
+from attention_backend.kernel_operators import operator
 from attention_backend.metadata import PackedPadKV
 
 
@@ -84,8 +85,7 @@ def merged_pad_rows(
     return torch.stack(rows)
 
 
-@torch.library.custom_op("attention_backend::merge_pad_rows_", mutates_args=("out",))
-def merge_pad_rows_(
+def run_merge_pad_rows_(
     q: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -104,9 +104,11 @@ def merge_pad_rows_(
         out.copy_(merged_pad_rows(q, out, lse, k_pad, v_pad, log_pad_lens, softmax_scale))
 
 
-@merge_pad_rows_.register_fake
-def _(q, out, lse, k_pad, v_pad, log_pad_lens, softmax_scale) -> None:
+def nothing(*args) -> None:
     return None
+
+
+merge_pad_rows_ = operator("merge_pad_rows_", run_merge_pad_rows_, nothing, ("out",))
 
 
 def _runs_with_pads(pad_lens: tuple[int, ...]) -> list[slice]:

@@ -158,7 +158,7 @@ def _kept(make, *arguments, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def _operator(run) -> torch.library.CustomOpDef:
+def _operator(run) -> torch._ops.OpOverload:
     return inference_operator(run.__name__.replace("run", "paged_flash_attn3"), run)
 
 

@@ -16,6 +16,7 @@ import functools
 import torch
 
 from attention_backend.interface import AttentionBackend, AttentionBackendError, AttentionSpec
+from attention_backend.kernel_operators import operator
 from attention_backend.kv_cache.batch import LayerKV
 from attention_backend.kv_cache.errors import KVCacheError
 from attention_backend.kv_cache.rows import copy_rows
@@ -250,21 +251,16 @@ def _instance(backend: type[AttentionBackend], spec: AttentionSpec) -> Attention
     return backend(spec)
 
 
-write_and_attend = torch.library.custom_op(
-    "attention_backend::write_and_attend", run_write_and_attend, mutates_args=("k_cache", "v_cache")
-)
-norm_rope_write_and_attend = torch.library.custom_op(
-    "attention_backend::norm_rope_write_and_attend",
-    run_norm_rope_write_and_attend,
-    mutates_args=("k_cache", "v_cache"),
-)
-
-
-@write_and_attend.register_fake
-def _(q, *rest) -> torch.Tensor:
+def like_q(q: torch.Tensor, *rest) -> torch.Tensor:
     return q.new_empty(q.shape)
 
 
-@norm_rope_write_and_attend.register_fake
-def _(qkv, *rest) -> torch.Tensor:
+def like_q_of_qkv(qkv: torch.Tensor, *rest) -> torch.Tensor:
     return qkv.new_empty(qkv.shape[0], *qkv.shape[2:])
+
+
+_CACHES = ("k_cache", "v_cache")
+write_and_attend = operator("write_and_attend", run_write_and_attend, like_q, _CACHES)
+norm_rope_write_and_attend = operator(
+    "norm_rope_write_and_attend", run_norm_rope_write_and_attend, like_q_of_qkv, _CACHES
+)
