@@ -10,6 +10,8 @@ stride is no multiple of 16 bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from attention_backend.kernel_operators import inference_operator, out_and_lse
@@ -128,7 +130,7 @@ def _varlen(q, k, v, softmax_scale: float, causal: bool, return_lse: bool, **opt
     return out_and_lse(q, result, return_lse, "flash_attn.cute")
 
 
-def _operator(run) -> torch._ops.OpOverload:
+def _operator(run: Callable) -> Callable:
     return inference_operator(run.__name__.replace("run", "flash_attn4"), run)
 
 

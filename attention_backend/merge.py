@@ -6,7 +6,7 @@ from itertools import groupby
 
 import torch
 
-from attention_backend.kernel_operators import operator
+from attention_backend.kernel_operators import register_operator
 from attention_backend.metadata import PackedPadKV
 
 
@@ -104,11 +104,11 @@ def run_merge_pad_rows_(
         out.copy_(merged_pad_rows(q, out, lse, k_pad, v_pad, log_pad_lens, softmax_scale))
 
 
-def nothing(*args) -> None:
+def no_result(*args) -> None:
     return None
 
 
-merge_pad_rows_ = operator("merge_pad_rows_", run_merge_pad_rows_, nothing, ("out",))
+merge_pad_rows_ = register_operator("merge_pad_rows_", run_merge_pad_rows_, no_result, ("out",))
 
 
 def _runs_with_pads(pad_lens: tuple[int, ...]) -> list[slice]:

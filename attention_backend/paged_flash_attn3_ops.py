@@ -6,6 +6,8 @@ for all families. A sequence without keys gives 0 and -inf.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from attention_backend.kernel_operators import inference_operator, lse_shape, no_lse, out_and_lse
@@ -158,7 +160,7 @@ def _kept(make, *arguments, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def _operator(run) -> torch._ops.OpOverload:
+def _operator(run: Callable) -> Callable:
     return inference_operator(run.__name__.replace("run", "paged_flash_attn3"), run)
 
 

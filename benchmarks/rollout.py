@@ -3,18 +3,21 @@
     python benchmarks/rollout.py [--backend NAME] [--long-chunks 1000] [--long-steps 4] [--output FILE.json] [--smoke]
 
 480x832, 3 latent frames a chunk, 4 denoising forwards and the committing one, text of 512 rows. First 7 chunks with 21
-visible frames: eager, with the blocks compiled (fullgraph), and with those in CUDA graphs, alternating. Each arm has a
+visible frames: eager, with the blocks compiled (fullgraph), and with those in CUDA graphs, interleaved. Each arm has a
 stream engine that stands, and each rollout is a stream that is opened there. A chunk's time is by device events from
 its noise to its commit (the first one's from the opening, the prompt's K/V included); what the host waits for is in it.
 Then --long-chunks chunks of the compiled model with 9 visible frames, the last hundred against the second hundred in
-time and memory. --smoke runs all of it at toy size on a CPU, where there are no CUDA graphs.
+time and memory. warm_up_ms is an arm's first rollout, compiling included; graphs find the blocks compiled already.
+--smoke runs all of it at toy size on a CPU, where there are no CUDA graphs.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
+import random
 import statistics
 import sys
 import time
@@ -99,31 +102,37 @@ def engine_of(model: CausalWanTransformer, size: Size, settings: CausalConfig, *
     )
 
 
-def chunks_of(engine: StreamEngine, size: Size, count: int) -> Iterator[torch.Tensor]:
+def chunks_of(engine: StreamEngine, size: Size, count: int, watch: Stopwatch) -> Iterator[torch.Tensor]:
+    """Latents of a new stream's chunks; watch is marked in front of the first one and behind each."""
     hidden = torch.randn(1, size.text_rows, size.config.text_dim, dtype=size.dtype, device=size.device)
+    watch.mark()
     stream = engine.open(TextRows(hidden, [size.text_rows], [0]), seed=0)
     try:
         for _ in range(count):
             engine.step(until="chunk")
-            yield from stream.take_latents()
+            if stream.error is not None:
+                raise stream.error
+            (latents,) = stream.take_latents()
+            watch.mark()
+            yield latents
     finally:
         stream.close()
 
 
 def timed(engine: StreamEngine, size: Size) -> list[float]:
     watch = Stopwatch(size.device)
-    watch.mark()
-    for _ in chunks_of(engine, size, CHUNKS):
-        watch.mark()
+    for _ in chunks_of(engine, size, CHUNKS, watch):
+        pass
     return watch.milliseconds()
 
 
 def short_run(engines: dict[str, StreamEngine], size: Size, rounds: int) -> dict[str, dict]:
     """Each arm's chunks, interleaved by whole rollouts; medians of each chunk over the rounds. One round warms up."""
-    times: dict[str, list[list[float]]] = {name: [] for name in engines}
-    for _ in range(rounds + 1):
-        for name, engine in engines.items():
-            times[name].append(timed(engine, size))
+    times: dict[str, list[list[float]]] = {name: [timed(engine, size)] for name, engine in engines.items()}
+    order = random.Random(0)  # another in each round: what ran before decides how fast a device's clock is
+    for _ in range(rounds):
+        for name in order.sample(list(engines), len(engines)):
+            times[name].append(timed(engines[name], size))
     found = {}
     for name, runs in times.items():
         by_chunk = [round(statistics.median(values), 2) for values in zip(*runs[1:], strict=True)]
@@ -132,15 +141,21 @@ def short_run(engines: dict[str, StreamEngine], size: Size, rounds: int) -> dict
     return found
 
 
+def free_memory(size: Size) -> None:
+    """Of what nobody holds any more: the rows that fill up a graph's batch keep a closed engine's cache."""
+    gc.collect()
+    if size.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def long_run(model: CausalWanTransformer, size: Size, chunks: int, steps: int) -> dict:
     """Time and memory of the second and of the last `part` chunks of one stream."""
     settings = CausalConfig(recent_frames=LONG_RECENT_FRAMES, steps=CausalConfig().steps[:steps])
     watch, memory = Stopwatch(size.device), []
     cuda = size.device == "cuda"
     with closing(engine_of(model, size, settings)) as engine:
-        watch.mark()
-        for i, _ in enumerate(chunks_of(engine, size, chunks), start=1):
-            watch.mark()
+        for i, _ in enumerate(chunks_of(engine, size, chunks, watch), start=1):
             if cuda and i % size.part == 0:
                 peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
                 memory.append({"peak_bytes": peak, "held_bytes": held})
@@ -213,6 +228,7 @@ def main() -> None:
     print(json.dumps(result["short"]), file=sys.stderr, flush=True)
     save(result, options.output)
     del models["eager"], engines, engine
+    free_memory(size)
     result["long"] = long_run(models["compiled"], size, options.long_chunks, options.long_steps)
     result["goals"] = goals(result["short"], result["long"])
     result["seconds"] = round(time.perf_counter() - began, 1)

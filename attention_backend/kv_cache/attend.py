@@ -16,7 +16,7 @@ import functools
 import torch
 
 from attention_backend.interface import AttentionBackend, AttentionBackendError, AttentionSpec
-from attention_backend.kernel_operators import operator
+from attention_backend.kernel_operators import register_operator
 from attention_backend.kv_cache.batch import LayerKV
 from attention_backend.kv_cache.errors import KVCacheError
 from attention_backend.kv_cache.rows import copy_rows
@@ -218,7 +218,14 @@ def _attend(q, k_cache, v_cache, layout: tuple, backend: str, role: str, softmax
         k_cache, v_cache = (x.view(-1, *x.shape[-2:]) for x in (k_cache, v_cache))
     spec = _spec(role, q.shape[-2], q.shape[-1], q.dtype, q.device, k_cache.shape[-2], softmax_scale)
     out = _instance(backend_classes()[backend], spec).forward(q, k_cache, v_cache, _metadata(*layout, k_cache))
+    # What an operator returns is new: a compiled graph would go on with what it was given.
+    if _storage(out) in map(_storage, (q, k_cache, v_cache)):
+        raise RuntimeError(f"{backend} returned a tensor that it was given, or a part of one; return a new one")
     return out.flatten(0, 1) if form == "padded" else out
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _metadata(form, lens, places, max_seqlen_kv, cu_seqlens_q, max_seqlen_q, k_cache) -> AttentionMetadata:
@@ -260,7 +267,7 @@ def like_q_of_qkv(qkv: torch.Tensor, *rest) -> torch.Tensor:
 
 
 _CACHES = ("k_cache", "v_cache")
-write_and_attend = operator("write_and_attend", run_write_and_attend, like_q, _CACHES)
-norm_rope_write_and_attend = operator(
+write_and_attend = register_operator("write_and_attend", run_write_and_attend, like_q, _CACHES)
+norm_rope_write_and_attend = register_operator(
     "norm_rope_write_and_attend", run_norm_rope_write_and_attend, like_q_of_qkv, _CACHES
 )

@@ -6,8 +6,11 @@ A segment is (first row, number of rows), on the host.
 from __future__ import annotations
 
 import bisect
+import contextlib
+import gc
 import importlib.util
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -79,11 +82,7 @@ class LayerRows:
     def __init__(self, num_layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         if torch.device(device).type == "cuda" and importlib.util.find_spec("triton") is None:
             raise KVCacheError("a KV cache on a GPU needs Triton, which is not here: install torch's CUDA build")
-        # Ordinary tensors whatever mode is on, so that they can be written in any.
-        with torch.inference_mode(False):
-            self.layers = [
-                tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv") for _ in range(num_layers)
-            ]
+        self.layers = _zeros(num_layers, shape, dtype, device)
         self._flat = [x.view(-1, *shape[-2:]) for layer in self.layers for x in layer]
         self.num_rows = len(self._flat[0])
         self.device = self._flat[0].device
@@ -138,3 +137,28 @@ class LayerRows:
             index = row_index(segments, self.device)
             for x, value in zip(self._flat, values, strict=True):
                 x.index_copy_(0, index, value)
+
+
+def _zeros(
+    num_layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> list[tuple[torch.Tensor, ...]]:
+    """K and V of each layer; KVCacheError if the device has no room for them."""
+
+    def made() -> list[tuple[torch.Tensor, ...]]:
+        # Ordinary tensors whatever mode is on, so that they can be written in any.
+        with torch.inference_mode(False):
+            return [tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv") for _ in range(num_layers)]
+
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return made()
+    # A cache with open sessions refers to itself, so one that nobody has any more is there until Python looks for such.
+    gc.collect()
+    try:
+        return made()
+    except torch.OutOfMemoryError as error:
+        gib = 2 * num_layers * math.prod(shape) * dtype.itemsize / 2**30
+        raise KVCacheError(
+            f"K and V of {num_layers} layers of shape {tuple(shape)} in {dtype} take {gib:.2f} GiB, for which {device} "
+            "has no room: make the cache for fewer or smaller sessions (`visual-gen plan` says how many fit), or free "
+            "what else is there"
+        ) from error

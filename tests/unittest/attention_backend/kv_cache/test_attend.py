@@ -210,6 +210,16 @@ def test_the_operator_survives_a_reload_and_callers_from_before_it(harness):
         harness.step(cache, [stream], attend=compiled)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_backend_must_return_a_tensor_of_its_own(monkeypatch, form):
+    """A compiled graph goes on with what it gave away, and would write into both."""
+    monkeypatch.setattr(SDPABackend, "attend", lambda self, q, *args, **options: q)
+    q, k, v, layer = call(form, torch.Generator().manual_seed(3))
+    cached = CachedAttention(select_backend("sdpa", AttentionSpec("self", 2, 8, torch.float32, "cpu")))
+    with pytest.raises(RuntimeError, match="sdpa returned a tensor that it was given"):
+        cached(q, k, v, layer)
+
+
 @pytest.mark.parametrize("read", READS)
 def test_a_static_batch_follows_what_is_copied_into_it(harness, read):
     """What a CUDA graph does: the same tensors for another chunk, another length and another session."""
