@@ -62,7 +62,5 @@ def test_enough_room_is_looked_for_once(device):
 
 @pytest.mark.gpu
 def test_a_cache_that_a_gpu_cannot_hold_is_refused():
-    before = torch.cuda.memory_allocated()
     with pytest.raises(KVCacheError, match="take 1464.84 GiB, for which cuda has no room: make the cache for fewer"):
         LayerRows(1, (1_000_000, 128, 12, 256), torch.bfloat16, torch.device("cuda"))
-    assert torch.cuda.memory_allocated() == before
