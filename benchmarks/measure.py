@@ -66,8 +66,8 @@ def medians(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
 class Spans:
     """Milliseconds of calls by name, each between two events of the device, or by the host's clock for the CPU.
 
-    For calls of several kinds that take turns, so that all of them meet the device as warm, and at the same clock. The
-    device must be busy when they are launched: what it waits for the host is in a span.
+    For calls of several kinds that take turns, so that all of them meet the device as warm, and at the same clock. What
+    the device waits for the host is in a span: where that is not wanted, it must be busy when calls are launched.
     """
 
     def __init__(self, device: str) -> None:

@@ -21,12 +21,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import torch
-from measure import save
+from measure import Spans, save
 
 from visual_gen.config import CausalConfig
 from visual_gen.models.wan import WAN_PRESETS, CausalWanTransformer, WanConfig
@@ -64,29 +65,6 @@ def toy_size(long_chunks: int) -> Size:
     return Size(config, (4, 6), 8, torch.float32, "cpu", max(1, long_chunks // 10))
 
 
-class Stopwatch:
-    """Milliseconds between marks: by events on a GPU, by the host's clock on a CPU."""
-
-    def __init__(self, device: str) -> None:
-        self._cuda = device == "cuda"
-        self._marks: list = []
-
-    def mark(self) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def milliseconds(self) -> list[float]:
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        if not self._cuda:
-            return [1000 * (b - a) for a, b in pairs]
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in pairs]
-
-
 def make_model(size: Size, backend: str, compile_with: dict | None) -> CausalWanTransformer:
     torch.manual_seed(0)
     model = CausalWanTransformer(size.config, attention={"self": backend}, dtype=size.dtype, device=size.device)
@@ -102,37 +80,40 @@ def engine_of(model: CausalWanTransformer, size: Size, settings: CausalConfig, *
     )
 
 
-def chunks_of(engine: StreamEngine, size: Size, count: int, watch: Stopwatch) -> Iterator[torch.Tensor]:
-    """Latents of a new stream's chunks; watch is marked in front of the first one and behind each."""
-    hidden = torch.randn(1, size.text_rows, size.config.text_dim, dtype=size.dtype, device=size.device)
-    watch.mark()
-    stream = engine.open(TextRows(hidden, [size.text_rows], [0]), seed=0)
+def chunks_of(engine: StreamEngine, text: TextRows, count: int) -> Iterator[torch.Tensor]:
+    """Latents of a new stream's chunks."""
+    stream = engine.open(text, seed=0)
     try:
         for _ in range(count):
             engine.step(until="chunk")
             if stream.error is not None:
                 raise stream.error
             (latents,) = stream.take_latents()
-            watch.mark()
             yield latents
     finally:
         stream.close()
 
 
-def timed(engine: StreamEngine, size: Size) -> list[float]:
-    watch = Stopwatch(size.device)
-    for _ in chunks_of(engine, size, CHUNKS, watch):
-        pass
-    return watch.milliseconds()
+def timed(
+    engine: StreamEngine, size: Size, count: int, after: Callable[[int], None] = lambda number: None
+) -> list[float]:
+    """Milliseconds of each chunk of a new stream; `after` is called with the number of chunks so far."""
+    hidden = torch.randn(1, size.text_rows, size.config.text_dim, dtype=size.dtype, device=size.device)
+    spans = Spans(size.device)
+    with closing(chunks_of(engine, TextRows(hidden, [size.text_rows], [0]), count)) as chunks:
+        for number in range(1, count + 1):
+            spans("chunk", partial(next, chunks))
+            after(number)
+    return spans.milliseconds()["chunk"]
 
 
 def short_run(engines: dict[str, StreamEngine], size: Size, rounds: int) -> dict[str, dict]:
     """Each arm's chunks, interleaved by whole rollouts; medians of each chunk over the rounds. One round warms up."""
-    times: dict[str, list[list[float]]] = {name: [timed(engine, size)] for name, engine in engines.items()}
+    times: dict[str, list[list[float]]] = {name: [timed(engine, size, CHUNKS)] for name, engine in engines.items()}
     order = random.Random(0)  # another in each round: what ran before decides how fast a device's clock is
     for _ in range(rounds):
         for name in order.sample(list(engines), len(engines)):
-            times[name].append(timed(engines[name], size))
+            times[name].append(timed(engines[name], size, CHUNKS))
     found = {}
     for name, runs in times.items():
         by_chunk = [round(statistics.median(values), 2) for values in zip(*runs[1:], strict=True)]
@@ -152,15 +133,16 @@ def free_memory(size: Size) -> None:
 def long_run(model: CausalWanTransformer, size: Size, chunks: int, steps: int) -> dict:
     """Time and memory of the second and of the last `part` chunks of one stream."""
     settings = CausalConfig(recent_frames=LONG_RECENT_FRAMES, steps=CausalConfig().steps[:steps])
-    watch, memory = Stopwatch(size.device), []
-    cuda = size.device == "cuda"
+    memory = []
+
+    def look(number: int) -> None:
+        if size.device == "cuda" and number % size.part == 0:
+            peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+            memory.append({"peak_bytes": peak, "held_bytes": held})
+            torch.cuda.reset_peak_memory_stats()
+
     with closing(engine_of(model, size, settings)) as engine:
-        for i, _ in enumerate(chunks_of(engine, size, chunks, watch), start=1):
-            if cuda and i % size.part == 0:
-                peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-                memory.append({"peak_bytes": peak, "held_bytes": held})
-                torch.cuda.reset_peak_memory_stats()
-    ms = watch.milliseconds()
+        ms = timed(engine, size, chunks, after=look)
     parts = [ms[i : i + size.part] for i in range(0, len(ms), size.part)]
     second, last = (statistics.median(part) for part in (parts[1], parts[-1]))
     return {
